@@ -1,10 +1,10 @@
-"""Adapters (LoRA) that friends train together, while the frozen model beneath them stays at home.
+"""Adapters (LoRA) that friends train together, while the frozen model beneath them is never sent.
 
 First one:   python examples/lora.py
 Second one:  python examples/lora.py ADDRESS      (the address that the first one prints)
 
-They train until you stop them with Ctrl-C; the adapters are in the folder lora_adapters then. Only the adapters travel.
-Each peer has the model itself: with --base a checkpoint of your own or a name on the hub, the same one at all peers.
+They train until you stop them with Ctrl-C, and write the adapters to the folder lora_adapters. Only adapters are sent.
+Each peer loads the model itself: with --base, a checkpoint of your own or a name on the hub, the same at all peers.
 Without it, they make the same small model with random weights, and nothing is downloaded.
 Needs packages of Hugging Face. In the folder of this source: pip install '.[transformers]'
 """

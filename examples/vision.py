@@ -1,4 +1,4 @@
-"""A convolutional network that several machines train on one data set, over which they pass together, each image once.
+"""A convolutional network that several machines train in shared passes over one data set, each image once in a pass.
 
 First one:   python examples/vision.py
 Second one:  python examples/vision.py ADDRESS      (the address that the first one prints)

@@ -63,7 +63,7 @@ class MadeUpPeer:
             group_size=16,
             rounds=epoch,
             rounds_failed=self.failed,
-            failure="the others have left or gone on" if self.failed else "",
+            failure="the others have left or continued" if self.failed else "",
             troubles={"waited in vain": self.failed} if self.failed else {},
             bytes_sent=int(age * 4e5),
             bytes_received=int(age * 5e5),

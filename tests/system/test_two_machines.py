@@ -221,7 +221,7 @@ def test_two_computers_run_the_readme_s_program(hosts: list[Host]) -> None:
         assert peer.wait(LIMIT) == 0
         # The program ends when its training does, and one is the first.
         told = {line.partition(" WARNING shoal: ")[2] for line in peer.errors().splitlines()}
-        assert told <= {"parameters were not averaged in epoch 10: the others have left or gone on"}
+        assert told <= {"parameters were not averaged in epoch 10: the others have left or continued"}
 
 
 @pytest.mark.slow_drill

@@ -1,14 +1,14 @@
 """For users of Lightning: a strategy that trains with peers over the internet, and distributed utilities.
 
-The ``Trainer`` runs as always. Before its first batch the strategy replaces its optimizer by that of the swarm, which
-decides when to step: Lightning's own step after each batch only adds gradients. So schedules move with the swarm, and
-clipping waits until the optimizer really steps. When ``fit`` ends, the peer leaves the run.
+The ``Trainer`` runs as usual. Before its first batch, the strategy replaces its optimizer with that of the swarm, which
+decides when to step: Lightning's own step after each batch only adds gradients. So schedules advance with the swarm,
+and gradients are clipped when the optimizer really steps. When ``fit`` ends, the peer leaves the run.
 
 In reading order:
 
 - :mod:`~.strategy` is the strategy. :mod:`~.options` refuses options that cannot work.
 - :mod:`~.training_loop` adapts schedules, clipping and the progress bar.
-- :mod:`~.local_processes`: a peer may be several processes, which one of Lightning's own strategies starts.
+- :mod:`~.local_processes` makes one peer of several processes, which one of Lightning's own strategies starts.
 - :mod:`~.flavours` finds out which of Lightning's two packages the program uses, and registers the strategy there.
 - :mod:`~.distributed`: utilities over ``torch.distributed``, which do not need Lightning.
 

@@ -78,7 +78,7 @@ def current_rank() -> int:
     """The rank in the process group; before there is one, the rank that the launcher has set; 0 without either.
 
     Raises:
-        ValueError: the launcher has set something that is no number.
+        ValueError: the launcher has set a value that is not a number.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -118,7 +118,7 @@ def init_dist_connection(
     world_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Join the process group; does nothing if this process has joined one already.
+    """Join the process group, unless this process has already joined one.
 
     Args:
         cluster_environment: tells where the processes meet, and the rank and number of processes if they are not given.

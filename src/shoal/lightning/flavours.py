@@ -19,7 +19,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 # Environment variable used when a strategy is given by its name alone.
 TARGET_BATCH_SIZE_ENV = "PL_TARGET_BATCH_SIZE"
-# Used when that variable is not set either; all peers of a run must agree on it.
+# The default if that variable is not set. Chosen, and fixed, because all peers of a run must agree on it.
 NAMED_TARGET_BATCH_SIZE = 8192
 
 
@@ -90,8 +90,8 @@ def in_flavour(strategy: type[object], package: str) -> type[Any]:
 def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
     """Register the strategy for ``Trainer(strategy=name)`` in all imported packages, or in the only installed one.
 
-    With two packages installed and none imported, nothing tells which one the user wants. Importing both here would
-    also hide it later, so nothing is registered.
+    If two packages are installed and none is imported, it is unknown which one the user wants. Importing both here
+    would hide that for good, so nothing is registered.
     """
     installed = installed_flavours()
     for flavour in imported_flavours() or (installed if len(installed) == 1 else []):

@@ -18,7 +18,7 @@ PEER_SEEDS = 2**32
 
 
 class LocalProcesses(ParallelStrategy):
-    """What a strategy has to know about the other processes of the same peer, which run on the same machine.
+    """What a strategy must know about the other processes of its peer, which run on the same machine.
 
     One of Lightning's own strategies does the work: it starts the processes, lets them meet and exchanges metrics and
     decisions among them. It never sees the model. Other peers are not involved: each writes its own logs and

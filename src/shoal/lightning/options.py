@@ -1,4 +1,4 @@
-"""Options of the strategy. They are checked when it is made, not with the first batch. Also how machines join a run."""
+"""Options of the strategy, checked when it is made rather than at the first batch; and instructions for joining."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def outer_options(
         given: the user's ``low_communication``.
         arguments: those arguments of the strategy that are options of DiLoCo, too.
         further: further keywords of the strategy.
-        synchronous: those arguments of the strategy that only matter for steps that all peers make together.
+        synchronous: those arguments of the strategy that matter only for steps that all peers make together.
 
     Raises:
         ValueError: options contradict each other.

@@ -66,15 +66,15 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     processes, started by Lightning or by ``torchrun``; the first one talks to the swarm, see
     :class:`shoal.MultiProcessOptimizer`.
 
-    With ``low_communication`` each peer makes steps of its own, and they exchange parameters now and then, see
-    :class:`shoal.DiLoCo`, and for several processes :class:`shoal.MultiProcessDiLoCo`. The outer parameters are in the
-    model while it is validated, and when ``fit`` has ended.
+    With ``low_communication`` each peer makes steps of its own, and peers exchange parameters now and then, see
+    :class:`shoal.DiLoCo`, and for several processes :class:`shoal.MultiProcessDiLoCo`. The model holds the outer
+    parameters while it is validated, and after ``fit``.
 
-    The peer leaves the run when ``fit`` ends. Another ``fit`` joins again, under another address.
+    The peer leaves the run when ``fit`` ends. Another ``fit`` joins again, at another address.
 
     Args:
-        target_batch_size: samples that all peers together gather for a step; with ``low_communication``, between two
-            exchanges. ``None`` if that has ``sync_every`` instead.
+        target_batch_size: samples of all peers together that make a step; with ``low_communication``, samples between
+            two exchanges. ``None`` if ``low_communication`` has ``sync_every`` instead.
         run_id: name of the run; peers with the same name train together.
         batch_size: samples per step of this process' optimizer; default: counted in the batches.
         delay_state_averaging: average parameters in the background.
@@ -84,18 +84,18 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         offload_optimizer: keep single precision parameters and optimizer statistics on the CPU.
         reuse_grad_buffers: accumulate in ``parameter.grad`` itself; ``optimizer_zero_grad`` is disabled meanwhile.
         scheduler_fn: takes an optimizer and makes its learning rate scheduler, which replaces those that
-            ``configure_optimizers`` returns. The scheduler moves once per step of the swarm.
+            ``configure_optimizers`` returns. The scheduler advances once per step of the swarm.
         matchmaking_time: seconds that a group waits for members that do not come.
         averaging_timeout: seconds after which a round of averaging is given up.
         verbose: log what happens at level INFO.
         averager_opts: further options of averagers; default: ``{"request_timeout": 1.0}``.
-        host_maddrs: where to listen; default: what ``SHOAL_HOST_MADDRS`` says, or all networks of this machine.
+        host_maddrs: where to listen; default: ``SHOAL_HOST_MADDRS``, or all networks of this machine.
         initial_peers: addresses of peers of the run, as a list or separated by commas; the environment variable
             ``PL_INITIAL_PEERS`` overrides it. Without any, the peer begins a run and prints how others can join.
         use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path, token: as for
             :class:`shoal.DHT`.
-        low_communication: options of :class:`shoal.DiLoCo` by name, such as ``{"sync_every": 50}``. Those that are
-            arguments of this class keep their place and their defaults there.
+        low_communication: options of :class:`shoal.DiLoCo` by name, such as ``{"sync_every": 50}``. Options that are
+            arguments of this class are given there, with the defaults of this class.
         optimizer_kwargs: further options of :class:`shoal.Optimizer`.
 
     Raises:
@@ -105,7 +105,6 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         ModuleNotFoundError: Lightning is not installed.
     """
 
-    # Half of its fields are options for parts that are made when the model is known.
     INITIAL_PEERS_ENV = INITIAL_PEERS_ENV
     strategy_name = "hivemind"
 
@@ -210,7 +209,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         return int(self.swarm_progress().get("peers", 1))
 
     def swarm_progress(self) -> dict[str, float]:
-        """What is shown while training: peers, steps made by the swarm, and this peer's samples per second."""
+        """The figures that are shown while training: peers, steps of the swarm, and this peer's samples per second."""
         return {} if self._optimizer is None else progress_of(self._optimizer, self._samples_of_step)
 
     # --- before training ----------------------------------------------------------------------------------------------
@@ -251,7 +250,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             )
 
     def _install_scaler(self) -> None:
-        """With float16: replace Lightning's scaler by one that knows that many batches make one step."""
+        """With float16: replace Lightning's scaler by one for steps of many batches."""
         precision: Any = self.precision_plugin
         given = getattr(precision, "scaler", None)
         if given is None or isinstance(given, shoal.GradScaler):
@@ -333,7 +332,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         )
         optimizer.name_parameters(module)
         self._optimizer, self.optimizers = optimizer, [optimizer]
-        if not (self._steps_alone and is_single):  # that steps whenever Lightning has clipped
+        if not (self._steps_alone and is_single):  # a single-process DiLoCo steps whenever Lightning has clipped
             self._clipping = GradientClipping(self.precision_plugin)
             self._clipping.install(optimizer.opt)
         self._wrap_schedulers(optimizer)
@@ -345,7 +344,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         elif self._scheduler_fn is None:
             for scheduler in schedulers:  # the checkpoint of a trainer without peers has counted other steps
                 take_back(scheduler, optimizer.local_epoch)
-        if not self._steps_alone:  # a DiLoCo looks by itself, and takes nothing from who is behind
+        if not self._steps_alone:  # a DiLoCo downloads by itself, and never from a peer that is behind
             optimizer.load_state_from_peers()
 
     def _wrap_schedulers(self, optimizer: Any) -> None:
@@ -391,7 +390,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             self._samples_since_step, self._has_gradients = 0, False
 
     def _run(self, closure: Callable[[], Any]) -> Any:
-        """Run the closure, and raise if it gave no loss: by then the number of samples has been passed on already."""
+        """Run the closure, and raise if it gave no loss, because the number of samples has already been passed on."""
         loss = closure()
         if loss is None and self._is_automatic():
             raise _NoLossError
@@ -411,13 +410,13 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def on_validation_start(self) -> None:
-        """Validate what all peers agree on, if each makes steps of its own."""
+        """Validate the outer parameters, on which all peers agree, if each makes steps of its own."""
         super().on_validation_start()
         if isinstance(self._optimizer, (shoal.DiLoCo, shoal.MultiProcessDiLoCo)):
             self._optimizer.show_outer_parameters()
 
     def on_validation_end(self) -> None:
-        """Train on with the parameters of this peer."""
+        """Continue training with the parameters of this peer."""
         super().on_validation_end()
         if isinstance(self._optimizer, (shoal.DiLoCo, shoal.MultiProcessDiLoCo)):
             self._optimizer.show_own_parameters()

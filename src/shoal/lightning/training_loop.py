@@ -44,8 +44,8 @@ def joint_schedule(schedulers: Sequence[Any]) -> Callable[[torch.optim.Optimizer
 class GradientClipping:
     """Replaces ``clip_gradients`` in Lightning's precision plugin.
 
-    Lightning clips before each of its own steps, when there are only gradients of some samples of this peer. This class
-    remembers how to clip, and clips when the optimizer really steps.
+    Lightning clips before each of its own steps, when there are gradients of only some samples of this peer. This class
+    remembers the settings, and clips when the optimizer really steps.
     """
 
     def __init__(self, precision_plugin: Any) -> None:
@@ -55,7 +55,7 @@ class GradientClipping:
         self._handle: RemovableHandle | None = None
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip whenever this optimizer steps, with the settings that Lightning gave last."""
+        """Clip whenever this optimizer steps, with the latest settings from Lightning."""
         self._precision_plugin.clip_gradients = self._remember
         self._handle = optimizer.register_step_pre_hook(self._clip)
 
@@ -79,16 +79,16 @@ class GradientClipping:
 
 
 def progress_of(optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, samples_of_step: int) -> dict[str, float]:
-    """What is shown while training.
+    """The figures that are shown while training.
 
     Args:
-        samples_of_step: of the latest step of this peer's optimizer.
+        samples_of_step: samples in the latest step of this peer's optimizer.
     """
     if isinstance(optimizer, SeveralProcesses):
         news = optimizer.news
         return {"peers": news.num_peers, "global_epoch": news.global_epoch, "samples/s": news.samples_per_second}
     tracker, speed = optimizer.tracker, optimizer.tracker.local_progress.samples_per_second
-    if not tracker.board.rule.adds_up:  # what it counts are steps
+    if not tracker.board.rule.adds_up:  # it counts steps
         speed *= samples_of_step
     return {
         "peers": max(1, tracker.global_progress.num_peers),
@@ -100,7 +100,7 @@ def progress_of(optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, sa
 class SwarmProgress(Callback):
     """A callback that logs ``peers``, ``global_epoch`` and this peer's ``samples/s`` after each batch.
 
-    It also reports the loss of the module's ``training_step`` to those who watch the run with ``shoal monitor``.
+    It also reports the loss of the module's ``training_step`` to ``shoal monitor``.
     """
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -111,7 +111,7 @@ class SwarmProgress(Callback):
         )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         for optimizer in trainer.strategy.optimizers:
-            # To read a loss means to wait for the device, so only those are read that are published.
+            # Reading a loss waits for the device, so only those that are published are read.
             if isinstance(optimizer, (JointOptimizer, SeveralProcesses)) and optimizer.report_is_due:
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     # Lightning has divided it by the number of batches whose gradients are added up.

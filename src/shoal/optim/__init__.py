@@ -17,17 +17,18 @@ In reading order:
 - :mod:`~.optimizer` counts batches, and decides when to step and when to catch up. :mod:`~.joint_optimizer` has what it
   shares with :class:`DiLoCo`, such as searches for a group, which begin before the end of an epoch.
 - :mod:`~.gradient_accumulator` and :mod:`~.grad_scaler` take in the gradients of a batch.
-- :mod:`~.progress_tracker` is the training thread's view of :mod:`~.progress`: how far all peers are, and which will
-  come. How far others are believed is the business of :mod:`shoal.guard`.
+- :mod:`~.progress_tracker` is the training thread's view of :mod:`~.progress`: how far all peers are, and which are
+  expected. :mod:`shoal.guard` decides how far others are believed.
 - :mod:`~.global_step` makes the step, with :mod:`~.grad_averager` and :mod:`~.state_averager`.
-- :mod:`~.recovery` downloads states. :mod:`~.history` says how many epochs peers may be apart, and which side of a run
-  continues that was split.
+- :mod:`~.recovery` downloads states. :mod:`~.history` says how many epochs peers may be apart, and which partition wins
+  after a run was split.
 - :mod:`~.consistency` warns of what differs between peers although nothing averages it, and :mod:`~.report` tells
   monitors how this peer is doing.
 
-For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.diloco`), or
-gradients are sent as matrices of low rank (:mod:`~.low_rank`, :mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`).
-A peer can be several processes (:mod:`~.ranks`). :mod:`~.training_averager` averages whenever a loop says so.
+For slow connections, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges
+(:mod:`~.diloco`), or gradients are sent as matrices of low rank (:mod:`~.low_rank`, :mod:`~.power_sgd_averager`,
+:mod:`~.power_ef_averager`). A peer can be several processes (:mod:`~.ranks`). :mod:`~.training_averager` averages a
+model whenever the training loop calls it.
 """
 
 import shoal.base.needs_torch  # noqa: F401

@@ -46,7 +46,7 @@ class OtherTensors:
     buffers: Named = field(default_factory=list)
     """Buffers that are part of checkpoints, such as running means of batch norms."""
     names: tuple[str, ...] = ()
-    """Of the optimizer's parameters, in its order; empty if the model does not name all of them."""
+    """The names of the optimizer's parameters, in its order; empty if the model does not name all of them."""
 
     @classmethod
     def find(
@@ -96,7 +96,7 @@ class OtherTensors:
         return found
 
     def leave_at_home(self, base: str, *, buffers: bool) -> None:
-        """Do not compare the frozen parameters by value: that they come from the same base is agreed otherwise.
+        """Do not compare the frozen parameters by value: peers compare the name of the base instead.
 
         Args:
             base: the name of the base.
@@ -133,7 +133,7 @@ def owners_of(
 
     Args:
         modules: the modules to search. ``None`` = all: an optimizer does not know the modules of its parameters, so
-            this goes through all objects of the process, which takes some hundredths of a second.
+            this goes through all objects of the process, which takes a few hundredths of a second.
     """
     if modules is None:
         modules = _objects_of(_kinds_of_modules())
@@ -188,16 +188,16 @@ def _kinds_of_modules() -> set[type]:
 
 
 def outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The modules that no other one contains."""
+    """The modules that no other module contains."""
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
 
-# Number of values that represent a tensor: different weights differ in nearly all of them.
+# How many values represent a tensor in its hash. Chosen: different weights differ in nearly all of them.
 SAMPLES_PER_TENSOR = 16
-# Relative difference from which two learning rates count as different; rounding makes less.
+# Learning rates that differ by more than this share count as different. Chosen: rounding differs by less.
 LEAST_DIFFERENCE = 1e-6
-# Most epochs between members of a round; a peer that is further behind downloads a state instead.
+# The most epochs between members of a round. A peer that is further behind downloads a state instead.
 MOST_EPOCHS_APART = 1
 
 # Short, because the line that ends with it has to fit into two lines of a terminal.
@@ -216,7 +216,7 @@ class ConsistencyCheck:
     Args:
         state_averager: has the optimizer.
         remainder: tensors of the model that are neither averaged nor given to newcomers.
-        compares_rates: whether to compare learning rates; not with local updates, where peers go at their own pace.
+        compares_rates: whether to compare learning rates; not with local updates, where peers step at their own pace.
     """
 
     def __init__(self, state_averager: TrainingStateAverager, remainder: OtherTensors, compares_rates: bool) -> None:
@@ -243,7 +243,7 @@ class ConsistencyCheck:
         return description
 
     def epoch_of(self, description: object) -> int:
-        """A member's epoch in a round, from its description; this peer's own epoch if that makes no sense."""
+        """A member's epoch in a round, from its description; this peer's own epoch if that is implausible."""
         own = self._state_averager.local_epoch
         given = description.get("epoch") if isinstance(description, dict) else None
         return given if isinstance(given, int) and abs(given - own) <= MOST_EPOCHS_APART else own
@@ -258,7 +258,7 @@ class ConsistencyCheck:
         return digest
 
     def compare(self, gathered: Mapping[PeerID, Any], own_id: PeerID) -> None:
-        """Warn of differences to another member of a group."""
+        """Warn of differences from other members of a group."""
         own = self._described
         for peer, theirs in gathered.items():
             if peer != own_id and isinstance(theirs, dict):

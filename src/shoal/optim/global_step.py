@@ -9,10 +9,10 @@ Depending on the :class:`~shoal.optim.options.Mode`, the step and the rounds run
 the round of gradients fails although others can be reached, this peer keeps its gradients and trains on: the next batch
 tries again. Only if nobody else is left does it step with its own gradients.
 
-A peer that trains alone first waits for others that download its state: :func:`awaits_newcomers`. Alone, a peer with a
-small model may make ten epochs in a second. A download takes longer, so a newcomer would be behind whenever it has one,
-and download the next. So both go on from one epoch. The time comes from the budget of :mod:`shoal.guard.budget`,
-whoever asks for the state.
+A peer that trains alone first waits for newcomers that download its state: :func:`awaits_newcomers`. Alone, a peer with
+a small model may make ten epochs in a second. A download takes longer, so without the wait a newcomer would be behind
+after each download, and start another. The wait is paid from the budget of :mod:`shoal.guard.budget`, no matter which
+peer downloads.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 TRYING_AGAIN = "gradients of epoch %d were not averaged (%s). Training on, to meet the others a little later"
 LAST_RESORT = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
 
-# How often a waiting peer looks whether it still has a reason to, in seconds.
+# A waiting peer checks this often whether it still has a reason to wait. Chosen: short beside any download.
 SECONDS_BETWEEN_LOOKS = 0.05
-# The group was not found, or did not come to an end.
+# The group was not found, or did not finish.
 _NO_ROUND = (AveragingError, TimeoutError, concurrent.futures.CancelledError)
 
 
@@ -81,7 +81,7 @@ def tries_again(error: Exception | None, *, keeps_gradients: bool, others_can_co
         keeps_gradients: they are still in the accumulators, and those of no other epoch.
         others_can_come: other peers at this epoch can be reached.
     """
-    # After any other error another round would end alike: if no member has gradients that count, for example.
+    # After any other error another round would fail in the same way, for example if no member has gradients that count.
     return keeps_gradients and others_can_come and (error is None or isinstance(error, _NO_ROUND))
 
 
@@ -91,8 +91,8 @@ def awaits_newcomers(tracker: ProgressTracker, epoch: int, last_epoch: int, newc
     Args:
         tracker: knows whether others train.
         epoch: this peer's epoch.
-        last_epoch: a peer beyond this epoch does not come to its first round.
-        newcomers: who downloads its state, or has just got it.
+        last_epoch: a peer beyond this epoch does not join its first round.
+        newcomers: the peers that download its state, or have just got it.
     """
     if not newcomers or tracker.gives_way_to is not None or tracker.global_epoch > epoch:
         return False
@@ -113,7 +113,7 @@ class GradientRound:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the optimizer steps with at the end of an epoch, and who has the same."""
+    """What the optimizer steps with at the end of an epoch, and which peers step with the same."""
 
     are_there: bool
     """There is an average, or this peer's own mean."""
@@ -162,14 +162,14 @@ class GlobalStep:
             self.scheduled_grads.keep_open = True
 
     def schedule_state(self) -> None:
-        """The same for the round of parameters, where it is the first one."""
+        """The same for the round of parameters, if that is the first round of the step."""
         when = self._when_to_average() if averages_parameters(self._next_epoch, self.options) else None
         if when is not None and not usable(self.scheduled_state) and not self.state_averager.averaging_in_progress:
             self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **when)
             self.scheduled_state.keep_open = True
 
     def _when_to_average(self) -> dict[str, float] | None:
-        """When a round that is scheduled now should begin; ``None``: it is too early, or there is nobody to join."""
+        """When a round scheduled now should begin; ``None``: it is too early, or there is nobody to join."""
         now, due, patience = get_dht_time(), self.tracker.estimated_next_update_time, self.options.matchmaking_time
         if due - now > patience or not self._expected_members():
             return None
@@ -195,8 +195,8 @@ class GlobalStep:
             return  # else a program that is slow to start would be warned of its batches
         if seconds / 2 > patience and self._expected_members():
             self._warn_once(
-                "a batch takes this peer %.1f s, and others wait %.1f s at most, then go on alone. Give all peers "
-                "matchmaking_time=%d or more, or this one smaller batches",
+                "a batch takes this peer %.1f s, and others wait %.1f s at most, then continue without it. Give all "
+                "peers matchmaking_time=%d or more, or this one smaller batches",
                 seconds,
                 patience,
                 math.ceil(seconds / 2),
@@ -244,9 +244,9 @@ class GlobalStep:
         return True
 
     def _wait_for_newcomers(self) -> None:
-        """Alone, end no epoch while somebody downloads this peer's state: before that has arrived, it would be old."""
+        """While alone, end no epoch as long as a newcomer downloads this peer's state: it would arrive outdated."""
         while self.tracker.may_hold(has_reason=self._awaits_newcomers()):
-            self._tell_seldom("this peer, which trains alone, waits for one that downloads its state")
+            self._tell_seldom("this peer trains alone and waits for a newcomer that downloads its state")
             if self.closing.wait(SECONDS_BETWEEN_LOOKS):
                 return
 
@@ -301,7 +301,7 @@ class GlobalStep:
         averager.step(control=control, reset_accumulators=resets, wait=False)
         if resets:
             averager.notify_used_averaged_gradients()
-        # With delayed averaging, peers announce the next epoch during the round: that does not mean that they left it.
+        # With delayed averaging, peers announce the next epoch during the round. They have not left the round.
         if self.options.mode.delays_gradients:
             watch_search(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
         else:
@@ -353,7 +353,7 @@ class GlobalStep:
         """
         try:
             gathered = control.result(self.options.averaging_timeout)
-        except Exception as e:  # whatever has failed, training continues
+        except Exception as e:  # after any failure, training continues
             control.cancel()
             self.tracker.note_round(None)
             again = self._tries_again(e, own_mean)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GradientAveragerT = TypeVar("GradientAveragerT", bound="GradientAverager")
 
-# Wait this much longer than a round may take: when its time is up, it says why it failed.
+# Seconds to wait beyond the timeout of a round, so that it can still report why it failed. Chosen.
 REPORT_SECONDS = 0.5
 
 GradientAveragerFactory = Callable[..., "GradientAverager"]
@@ -77,7 +77,7 @@ class PeerMomentum:
 
         Args:
             gradients: this peer's mean gradients of the present step.
-            batches: over how many batches they are the mean. The same number as in the last call means the same
+            batches: how many batches they are the mean of. The same number as in the last call means the same
                 gradients, which count only once.
         """
         if batches == 0 or first_not_finite(gradients) is not None:
@@ -92,11 +92,11 @@ class PeerMomentum:
         copy_all(gradients, self._momentum)
 
     def next_step(self) -> None:
-        """A new step begins: the next gradients are new ones, whatever their number of batches."""
+        """Begin a new step: the next gradients are new ones, even with the same number of batches."""
         self._batches = 0
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from the momentum of a checkpoint.
+        """Continue from the momentum of a checkpoint.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -194,8 +194,8 @@ class GradientAverager(DecentralizedAverager):
             if averaged_grads
             else [stand_in(parameter.shape, _average_type(parameter)) for parameter in self.parameters]
         )
-        # A parameter that no member has a gradient of is left alone, as in torch. So the members tell each other which
-        # ones they have gradients of: the mean of these marks is above 0 if anybody has one.
+        # As in torch, a parameter without a gradient at any member is left alone. So the members mark the parameters
+        # that they have gradients of: the mean of the marks is above 0 if any member has one.
         self._marks = torch.ones(len(averaged), device="cpu")
         self._tells_marks = bool(averaged) and not averager_kwargs.get("tags")
         self._momentum = PeerMomentum(self.peer_momentum, averaged) if peer_momentum else None
@@ -245,8 +245,8 @@ class GradientAverager(DecentralizedAverager):
             self._has_room = True
 
     def free_averages(self) -> None:
-        """Give the memory of the averages back until the next round: they have been used. Without effect on tensors
-        that came from the caller."""
+        """Free the memory of the averages until the next round, because they have been used. Tensors that came from the
+        caller are kept."""
         if self._may_free:
             with super().get_tensors():
                 self._tensors[: len(self.parameters)] = [stand_in(t.shape, t.dtype) for t in self.averaged_grads]
@@ -312,8 +312,8 @@ class GradientAverager(DecentralizedAverager):
 
     @torch.no_grad()
     def use_own_mean(self, own_mean: Sequence[torch.Tensor]) -> None:
-        """Put what :meth:`own_mean` has returned where the averages go. A round that has failed late may have changed
-        some of them."""
+        """Put the result of :meth:`own_mean` where the averages go. A round that failed late may have changed some of
+        them."""
         with super().get_tensors() as averaged:
             self._make_room()
             copy_all(averaged, own_mean)
@@ -468,7 +468,8 @@ class GradientAverager(DecentralizedAverager):
                     parameter.grad = own_grad
 
     def notify_used_averaged_gradients(self) -> None:
-        """Tell that the results of the last round were used without :meth:`use_averaged_gradients`: no warning then."""
+        """Note that the results of the last round were used without :meth:`use_averaged_gradients`, to avoid a
+        warning."""
         self._new_averaged_grads = False
 
     def shutdown(self) -> None:

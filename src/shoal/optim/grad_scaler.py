@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class SwarmOptimizer(Facade, torch.optim.Optimizer):
-    """Any optimizer whose steps are those of a swarm, in one process or several: a :class:`~shoal.GradScaler` takes
-    only these."""
+    """Base of all optimizers that step with a swarm, in one process or several. :class:`~shoal.GradScaler` accepts only
+    these."""
 
     steps_each_batch: bool = False
     """Whether it steps with the gradients of each batch, as a ``DiLoCo`` does."""
@@ -42,7 +42,7 @@ class GradScaler(TorchGradScaler):
     only then may the scale grow. If gradients do not accumulate in place (``reuse_grad_buffers=False``), torch's own
     scaler works, too.
 
-    This class uses only public methods of torch's, so changes inside torch's do not matter.
+    This class uses only public methods of torch's scaler.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: see ``torch.amp.GradScaler``.
@@ -182,7 +182,7 @@ class GradScaler(TorchGradScaler):
         """Adapt the scale if there was a global step or an overflow since the last update, or set a new scale.
 
         Returns:
-            Whether one of these was the case.
+            Whether the scale was adapted or set.
         """
         if not self.is_enabled():
             return False
@@ -259,7 +259,7 @@ class LossScaling:
         """
         mixed = averager.local_times_accumulated > 0 and (scaler is None) != (self._accumulated is None)
         if self._in_place and mixed:
-            raise ValueError("scaled and unscaled gradients cannot be accumulated together: give grad_scaler always")
+            raise ValueError("scaled and unscaled gradients cannot be accumulated together: always give grad_scaler")
         self._accumulated = scaler
         if scaler is not None and not scaler.are_grads_finite(optimizer):
             logger.debug("a batch is dropped: its gradients are not finite")

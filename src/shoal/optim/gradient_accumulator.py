@@ -20,9 +20,9 @@ class GradientAccumulator:
 
     Args:
         parameters: their ``.grad`` is accumulated.
-        reuse_grad_buffers: keep the sum in ``.grad`` itself, where ``backward`` puts it unless gradients are zeroed.
-            The gradients that ``backward`` adds are remembered until :meth:`add`, which weights them if their batch
-            has another size than the first one; see :meth:`expect_batches_of`.
+        reuse_grad_buffers: keep the sum in ``.grad`` itself, where ``backward`` adds to it unless gradients are zeroed.
+            The gradients that ``backward`` adds are kept until :meth:`add`, which corrects their weight if the size of
+            their batch differs from that of the first one; see :meth:`expect_batches_of`.
         device: device of the sums; default: that of each parameter.
     """
 
@@ -40,12 +40,12 @@ class GradientAccumulator:
         self._expected_batch_size: int | None = None
         self._warned = False
         self._missing = MissingGradients()
-        # The first batch makes them: a peer that has no gradients yet needs no memory for them.
+        # Made at the first batch: a peer without gradients needs no memory for them.
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
         # Positions of parameters that no batch has had a gradient of, since the last reset.
         self._untouched = set(range(len(self.parameters)))
-        # With reuse_grad_buffers: where each gradient was at the last reset, and how often it had been changed.
+        # With reuse_grad_buffers: the address and version of each gradient at the last reset.
         self._left: dict[int, tuple[int, int]] = {}
         if reuse_grad_buffers:
             self._latest = LatestGradients(self.parameters)
@@ -79,9 +79,9 @@ class GradientAccumulator:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def expect_batches_of(self, batch_size: int) -> None:
-        """Announce that all batches have this size, so that no gradients need be remembered to weight them.
+        """Announce that all batches have this size, so that no gradients need be kept to correct their weight.
 
-        Remembering takes as much memory as all gradients of a batch, and the time to allocate and clear it.
+        Keeping them takes as much memory as all gradients of a batch, and the time to allocate and clear it.
         """
         if self._latest is not None:
             self._expected_batch_size = batch_size
@@ -119,7 +119,7 @@ class GradientAccumulator:
         present = [(s, p.grad) for s, p in zip(own, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
-            # Blocking copies: all gradients are there when to() returns.
+            # Blocking copies: all gradients have arrived when to() returns.
             grads = [grad.to(s.device) for s, grad in present]
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
 
@@ -130,12 +130,12 @@ class GradientAccumulator:
         return not self.reuse_grad_buffers or self._left.get(index) != (grad.data_ptr(), grad._version)
 
     def marks(self) -> torch.Tensor:
-        """For each parameter 1, or 0 if no batch has had a gradient of it."""
+        """A 1 for each parameter; 0 if no batch has had a gradient of it."""
         marks = [0.0 if index in self._untouched else 1.0 for index in range(len(self.parameters))]
         return torch.tensor(marks, device="cpu")
 
     def take_marks(self, marks: torch.Tensor) -> None:
-        """The sums now have further gradients: those of the parameters whose marks are above 0."""
+        """Adopt marks after gradients were added to the sums: parameters with marks above 0 have gradients."""
         self._untouched = set((marks <= 0).nonzero().flatten().tolist())
 
     def _take_for_expected(self, batch_size: int, expected: int) -> int:
@@ -307,30 +307,30 @@ def _check_gradients(gradients: Sequence[torch.Tensor]) -> None:
             )
 
 
-# Only the first batches are searched for gradients that are zero, because that means to wait for the device.
+# Only this many first batches are searched for zero gradients. Chosen: the search has to wait for the device.
 BATCHES_READ = 3
 
 
 class MissingGradients:
     """Notices batches without gradients, and warns once.
 
-    Then ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
+    The usual cause is that ``step()`` was called before ``backward()``, or ``zero_grad()`` between the two.
 
-    If no parameter has a gradient, the batch does not count, and the model stays as it is, as after torch's step(). It
-    must not change between forward() and backward(), or backward() fails with an error of torch that does not name the
-    cause. Frozen parameters do not matter, nor do those that this batch has not used: one gradient is enough.
+    If no parameter has a gradient, the batch does not count, and the model stays as it is, as after torch's step(). The
+    model must not change between forward() and backward(): backward() would fail with an error of torch that does not
+    name the cause. One gradient is enough: frozen parameters, and parameters that the batch has not used, have none.
 
     Gradients that are all zero may be right, so such a batch counts. If they are wrong, the mean of all peers becomes
-    smaller, and the model learns slowly or nothing at all. Nothing else shows it.
+    smaller, and the model learns slowly or not at all, without any other sign.
     """
 
     def __init__(self) -> None:
         self._batches, self._has_told = 0, False
 
     def has_none(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether no parameter that is trained has a gradient, so that the batch must not count. The user is told once.
+        """Whether no trained parameter has a gradient, so that the batch must not count. Warns once.
 
-        A model of which nothing is trained has no gradients.
+        False if no parameter is trained.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained or any(parameter.grad is not None for parameter in trained):
@@ -345,11 +345,11 @@ class MissingGradients:
 
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], *, accumulated: int = 0) -> None:
-        """A batch is about to be counted.
+        """Check a batch that is about to be counted.
 
         Args:
-            parameters: which should have gradients.
-            accumulated: samples whose gradients are in ``.grad`` already.
+            parameters: those that should have gradients.
+            accumulated: samples whose gradients are already in ``.grad``.
         """
         if self._has_told:
             return
@@ -372,5 +372,5 @@ class MissingGradients:
 
 
 def _is_not_zero(gradient: torch.Tensor) -> bool:
-    # What other kinds of tensors hold cannot be read without others, or without copies.
+    # Other kinds of tensors cannot be read without other processes, or without copies.
     return type(gradient) not in (torch.Tensor, torch.nn.Parameter) or gradient.is_sparse or bool(gradient.any())

@@ -1,5 +1,5 @@
-"""What the optimizers of a run have in common: to torch they are optimizers, they end only once, and they begin to
-search for a group before a round is due."""
+"""What the optimizers of a run have in common: they are torch optimizers, shut down only once, and begin to search for
+a group before a round is due."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal plain
         if plain is None:
-            # Not when the class is made: it loads the compiler, which takes a second. All optimizers of torch load it.
+            # Not at import: this loads the compiler, which takes a second. Any torch optimizer loads it anyway.
             plain = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
         return plain(*args, **kwargs)
 
@@ -55,12 +55,12 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def option(name: str) -> Any:
-    """An attribute that shows an option. Programs read some of them there; all are in ``options``."""
+    """An attribute that returns an option, for programs that read it there; all are in ``options``."""
     return property(lambda optimizer: getattr(optimizer.options, name))
 
 
 class JointOptimizer(SwarmOptimizer):
-    """Base of the optimizers whose users train with others.
+    """Base of the optimizers that train with other peers.
 
     Its groups and statistics are those of the optimizers that make the steps.
     """
@@ -87,7 +87,7 @@ class JointOptimizer(SwarmOptimizer):
     # --- the beginning ------------------------------------------------------------------------------------------------
 
     def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
-        """Its averagers, and of each whether the weight of a member is its samples."""
+        """Its averagers, each with whether a member's weight is its number of samples."""
         raise NotImplementedError
 
     def _describe(self) -> RunSettings:
@@ -95,7 +95,7 @@ class JointOptimizer(SwarmOptimizer):
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
+        """Announce this peer to others. Called last, after all arguments have been checked."""
         try:
             for averager, weighs_samples in self._averagers():
                 averager.run_in_background()
@@ -119,7 +119,7 @@ class JointOptimizer(SwarmOptimizer):
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     def _become_torch_optimizer(self, defaults: dict[str, Any]) -> None:
-        """The last thing of a constructor before others hear of this peer."""
+        """Called at the end of a constructor, before others hear of this peer."""
         self._thread_lock = threading.Lock()
         self._groups_under_construction = []
         torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
@@ -174,7 +174,7 @@ class JointOptimizer(SwarmOptimizer):
     """The thread that called :meth:`step` last."""
 
     def _note_thread(self) -> None:
-        """The first thing of a step: this thread looks after this optimizer, see :mod:`shoal.base.standby`."""
+        """Called first in a step: this thread looks after this optimizer, see :mod:`shoal.base.standby`."""
         thread = threading.current_thread()
         if self.thread is not thread:
             with self._thread_lock:
@@ -191,7 +191,7 @@ class JointOptimizer(SwarmOptimizer):
         """The model stays as it is, because its thread may be using it."""
 
     def _is_awaited(self) -> bool:
-        """Whether others wait for this peer to take part in what :meth:`step` does without a batch."""
+        """Whether others wait for work that :meth:`step` does even without a batch."""
         return False
 
     def step_if_awaited(self) -> None:
@@ -202,8 +202,8 @@ class JointOptimizer(SwarmOptimizer):
                 step(batch_size=0)
 
     def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which ``.grad`` of the parameters may change: a program may be adding gradients of some batches
-        there before it calls :meth:`step`."""
+        """Context that keeps ``.grad`` of the parameters: a program may accumulate gradients there before it calls
+        :meth:`step`."""
         return without_gradients([parameter for group in self.param_groups for parameter in group["params"]])
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -212,12 +212,12 @@ class JointOptimizer(SwarmOptimizer):
         """Check the arguments of a step and the settings of others.
 
         Returns:
-            The samples of the batch; ``None``: this peer has no data, and has done its part.
+            The samples of the batch; ``None`` if this peer has no data, and its part is done.
 
         Raises:
             TypeError, ValueError: wrong arguments.
             SettingsMismatch: this peer's settings are not those of its run.
-            ReactorError: this or its DHT is shut down.
+            ReactorError: this optimizer or its DHT is shut down.
         """
         self._check_open()
         self.tracker.look_at_company()
@@ -238,17 +238,17 @@ class JointOptimizer(SwarmOptimizer):
             logger.debug("the swarm is at epoch %d", epoch)
 
     def _follow(self, epoch: int) -> None:
-        """The others are at this epoch."""
+        """Go to the epoch of the others."""
         raise NotImplementedError
 
-    # --- to those who watch -------------------------------------------------------------------------------------------
+    # --- reports to monitors ------------------------------------------------------------------------------------------
 
     def report(self, **metrics: Any) -> None:
-        """Show figures of this peer, such as ``loss=loss``, to those who watch the run with ``shoal monitor``.
+        """Report figures of this peer, such as ``loss=loss``, to ``shoal monitor``.
 
-        Call it after each step. Every five seconds at most, the means since the last time are published, together with
-        what this peer has counted: samples, bytes, rounds, the time from step to step, failures. Until it is called
-        for the first time, monitors see only the progress of this peer.
+        Call it after each step. Every five seconds at most, it publishes the means since the last time, together with
+        what this peer has counted: samples, bytes, rounds, the time from step to step, failures. Until the first call,
+        monitors see only the progress of this peer.
 
         Args:
             metrics: a number each, or a tensor with one number; at most 24 of them, with names of 48 characters at
@@ -268,18 +268,18 @@ class JointOptimizer(SwarmOptimizer):
 
     @property
     def report_is_due(self) -> bool:
-        """Whether :meth:`report` would publish something now. A program may ask before it computes what is costly."""
+        """Whether :meth:`report` would publish now. Check it before you compute costly figures."""
         return self._reporting.is_due
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        """Raises if this or its DHT is closed: training would continue alone, and nobody would notice."""
+        """Raise an error if this optimizer or its DHT is closed: it would train alone, and nobody would notice."""
         if self._closing.is_set():
             raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():
             self.dht.check()
-            raise ReactorError(f"the DHT of this {self.kind} has failed: make both anew")
+            raise ReactorError(f"the DHT of this {self.kind} has failed: make a new DHT and a new {self.kind}")
 
     def _takes_part(self) -> bool:
         """Whether it works in the background."""
@@ -320,11 +320,11 @@ def log_failure(message: str, epoch: int, error: Exception, *, may_be_late: bool
         message: format of the message, with a place for the epoch and one for the reason.
         epoch: the epoch that the round ends.
         error: what the round raised.
-        may_be_late: a round that the others have had without this peer is no reason to warn: this peer catches up.
+        may_be_late: if the others have finished the round without this peer, log no warning: this peer catches up.
     """
     reason, unexpected, level = words_of(error), False, logging.WARNING
     if isinstance(error, concurrent.futures.CancelledError):
-        reason, level = "the others have left or gone on", logging.INFO if may_be_late else level
+        reason, level = "the others have left or continued", logging.INFO if may_be_late else level
     elif isinstance(error, TimeoutError):
         reason = "it took too long"
     elif not isinstance(error, ShoalError):
@@ -372,8 +372,8 @@ def watch_search(
         tracker: knows which peers are alive, and their epochs.
         last_epochs: the only peers that can come. A peer beyond the epoch given for it has finished the round without
             this peer. Default: the peers that the tracker expects.
-        electorate: together with this peer, more than half of these must come; ``last_epochs`` says what the numbers
-            mean. Default: none.
+        electorate: of these and this peer, more than half must come. Its numbers mean the same as in ``last_epochs``.
+            Default: none.
     """
     voters = electorate or {}
     majority = (1 + len(voters)) // 2 + 1
@@ -383,7 +383,7 @@ def watch_search(
             return
         expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
         if expected and 1 + len(tracker.still_expected(voters)) >= majority:
-            # Two halves of a run that expect only their own members would both be complete at once, and never meet.
+            # If two halves of a run expected only their own members, both groups would be complete, and never meet.
             control.expect(expected, least=majority)
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
             control.cancel()
@@ -398,8 +398,8 @@ class Auxiliary:
     """Takes part in all rounds of the others without data, and never keeps them waiting. Used only by the training
     thread.
 
-    It has no batches to wait for. So it always looks for a group, for each kind of round, and is ready as soon as it
-    has found one. It promises a late time, so that others lead.
+    It has no batches to wait for, so it always looks for a group for each kind of round, and is ready as soon as it has
+    found one. It announces a late start, so that others lead.
 
     Args:
         searches: for each kind of round, begins to look for a group. Takes ``scheduled_time`` and ``timeout``, and
@@ -419,7 +419,7 @@ class Auxiliary:
                 self._controls[index] = self._look_for_group(search)
 
     def _look_for_group(self, search: Callable[..., StepControl]) -> StepControl:
-        # The peer that promised the earliest start leads, so this one promises a late start, which is still in time.
+        # The peer with the earliest announced start leads, so this one announces a start that is late, but in time.
         late = get_dht_time() + 0.9 * self._averaging_timeout
         control = search(scheduled_time=late, timeout=self._averaging_timeout)
         control.weight = 0.0

@@ -1,6 +1,6 @@
 """Averages gradients as matrices of low rank: PowerSGD and PowerEF build on :class:`LowRankAverager`.
 
-A matrix D of (rows, columns) is sent as two slim ones. First all members average P = D·Q, where Q is the same for all,
+A matrix D of (rows, columns) is sent as two thin ones. First all members average P = D·Q, where Q is the same for all,
 and make the columns of the average orthonormal. Then they average R = Dᵀ·P. The average of all D is about P·Rᵀ, and R
 is the next Q: from round to round it turns towards the directions in which gradients are large (power iteration).
 PowerSGD and PowerEF differ in what D is, and in how they use the average.
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _warn_seldom = Seldom(logger.error)
 
-# In units of the rounding error. A column is mere noise if its part orthogonal to the columns before it is shorter.
+# In units of the rounding error. A column counts as noise if its part orthogonal to the columns before it is shorter.
+# Chosen: well above the error that rounding leaves.
 MIN_RELATIVE_RESIDUAL = 32.0
 
 
@@ -49,7 +50,7 @@ MIN_RELATIVE_RESIDUAL = 32.0
 def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
     """Make the columns of a matrix orthonormal, in place, from left to right.
 
-    A column that is zero, or up to rounding a combination of the ones before it, becomes zero: it has no new direction,
+    A column becomes zero if it is zero, or a combination of the ones before it up to rounding: it has no new direction,
     and its remainder would be noise that differs between machines. If there are more columns than rows, this applies to
     the surplus ones. The values may have any scale; half precision is computed in single precision.
 
@@ -77,7 +78,7 @@ def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
     if len(residuals) == len(scale) and bool((residuals.abs() > shortest).all()):
         matrix.copy_(directions * residuals.sign())
     else:
-        # If a column adds nothing, the factorization makes up a direction, which changes the columns after it.
+        # For a column without a new direction, the factorization invents one, which changes the columns after it.
         matrix.copy_(_orthogonal_columns(scaled, shortest))
 
 
@@ -116,18 +117,19 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
 # The ``made_by`` of a state before any round.
 NEVER = bytes(GROUP_ID_BYTES)
 
-# Upper limit for the rounds that a statement, a checkpoint or a donor may claim: floats count in ones up to here.
+# Upper limit for the rounds that a statement, a checkpoint or a donor may claim: floats (IEEE 754 doubles) count in
+# ones up to here.
 MAX_ROUNDS = 2**53
-# A member may be ahead by this many rounds: one that the others have missed, and one that it is about to end.
+# A member may be ahead by this many rounds: one that the others have missed, and one that it is about to finish.
 MOST_ROUNDS_AHEAD = 2
-# Of a statement: the number of rounds, and the start of a hash.
+# Sizes in a statement: of the number of rounds, and of the start of a hash.
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8
 _ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
 
 
 class LowRankState(NamedTuple):
-    """The state that all members share. Immutable, and replaced as a whole: a failed round leaves nothing behind."""
+    """The state that all members share. It is immutable and replaced as a whole, so a failed round changes nothing."""
 
     bases: tuple[torch.Tensor, ...]
     """For each compressed tensor of (rows, columns): the directions that the next round starts from, (columns, rank)"""
@@ -151,7 +153,7 @@ class LowRankState(NamedTuple):
         return [*matrices, torch.tensor(list(origin), dtype=torch.float32, device="cpu")]
 
     def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
-        """Another peer's state, from its :meth:`tensors`. If bits were lost on the way, it does not count as the same.
+        """Another peer's state, from its :meth:`tensors`. If a codec has changed bits, it counts as another state.
 
         Raises:
             ValueError: the shapes differ from those of this state, or values are not finite.
@@ -168,7 +170,7 @@ class LowRankState(NamedTuple):
         copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))
         origin, split = bytes(tensors[-1].round().clamp(0, 255).to(torch.uint8).tolist()), len(self.bases)
         made_by, rounds, digest = NEVER, 0, _digest(copies)
-        # Otherwise the codec has changed the values, so they are not the state that the donor stated.
+        # Otherwise the codec has changed the values, so this is not the donor's state.
         if origin[-_DIGEST_BYTES:] == digest:
             made_by = origin[:GROUP_ID_BYTES]
             rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:-_DIGEST_BYTES], "big"), MAX_ROUNDS - 1)
@@ -199,7 +201,7 @@ def first_basis(name: str, columns: int, rank: int, dtype: torch.dtype) -> torch
 
 
 class LowRankStatement(NamedTuple):
-    """A member's statement about its state before a round."""
+    """A member's statement, before a round, about its state."""
 
     for_user: bytes
     """Data from its user for the other users."""
@@ -212,7 +214,7 @@ class LowRankStatement(NamedTuple):
 
     @classmethod
     def parse(cls, blob: bytes) -> LowRankStatement:
-        """Read another member's statement; one that makes no sense counts as that of a member without a state."""
+        """Read another member's statement. A malformed one counts as that of a member without a state."""
         try:
             value = MSGPackSerializer.loads(blob)
         except ValueError:
@@ -246,10 +248,10 @@ class Agreement(NamedTuple):
 
 
 def agree(statements: Sequence[LowRankStatement]) -> Agreement:
-    """Choose the state of most members, and among several the one with the most rounds behind it.
+    """Choose the state of most members; in a tie, the one with the most rounds behind it.
 
-    Rounds are only claimed: the member that claims most must not replace what the others have in common. A state before
-    any round counts only if there is no other one.
+    Numbers of rounds are only claims, so a member that claims the most must not replace the state that the others
+    share. A state before any round counts only if there is no other one.
     """
     present = [s for s in statements if s.made_by is not None or s.rounds > 0]
     rounds = max((s.rounds for s in present), default=0)
@@ -303,15 +305,15 @@ class LowRankAverager(GradientAverager):
     A tensor is compressed if that saves at least the share ``min_compression_ratio`` of its values.
 
     All members of a group must begin with the same state: the matrices Q, and anything that a subclass adds. Before a
-    round, each member states which rounds have made its state. If these differ, because a member is new or has missed
-    a round, the round begins with a phase in which all get the state of most members.
+    round, each member states which rounds have made its state. If the statements differ, because a member is new or has
+    missed a round, the round begins with a phase in which all get the state of most members.
 
     With a lossy codec the shared state differs between members by as much as the codec loses.
 
     Args:
         parameters: their gradients are averaged.
         averager_rank: rank of the matrices; a higher one costs more bytes and is more exact.
-        min_compression_ratio: tensors that would be compressed less are sent as they are.
+        min_compression_ratio: tensors on which compression would save less than this share are sent as they are.
         averaged_grads: as in :class:`~shoal.optim.grad_averager.GradientAverager`, like all other arguments.
 
     Raises:
@@ -345,7 +347,7 @@ class LowRankAverager(GradientAverager):
         self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
         self._matrices = [m for i, p in enumerate(parameters) if (m := self._as_matrix(i, p)) is not None]
         compressed = {matrix.index for matrix in self._matrices}
-        # The last one is the marks of parameters that have gradients.
+        # The last tensor has the marks of parameters with gradients.
         self._uncompressed = [i for i in range(len(parameters) + bool(parameters)) if i not in compressed]
         self._first_bases = tuple(
             first_basis(f"{prefix}/{m.index}", m.columns, averager_rank, m.dtype) for m in self._matrices
@@ -409,9 +411,9 @@ class LowRankAverager(GradientAverager):
 
     @property
     def is_ready_to_schedule(self) -> bool:
-        """Whether no round is in progress; during one, this peer's statement would be outdated when the next begins.
+        """Whether no round is in progress. During one, this peer's statement would be outdated when the next begins.
 
-        If a step is scheduled anyway, all members first get the same state, which costs as much as a repair.
+        If a step is scheduled anyway, all members first get the same state, at the cost of a repair.
         """
         return self._running is None or self._running.done()
 
@@ -508,7 +510,7 @@ class LowRankAverager(GradientAverager):
     ) -> None:
         results, estimates = self._results(work)
         bases = tuple(
-            # Restore a lost direction from the first basis: it would never come back by itself.
+            # Restore a lost direction from the first basis, because it would never recover by itself.
             torch.where((right == 0).all(0), first, right)
             for right, first in zip(work.right, self._first_bases, strict=True)
         )

@@ -117,8 +117,8 @@ class Optimizer(JointOptimizer):
         peer_momentum: send momentum with this factor, such as 0.9, instead of gradients, so that small lies stand out,
             too. The optimizer must have no momentum of its own. Must be the same in all peers.
         frozen_base: names the frozen model beneath the parameters, such as by :func:`shoal.transformers.fingerprint`.
-            It stays at home, and may have another precision in each peer: its values are not compared. A peer with
-            another base gets neither into a group nor a state, and both sides are told.
+            It is not sent, and may have another precision in each peer: its values are not compared. A peer with
+            another base joins no group and gets no state, and both sides are told.
         guard: how far others are believed. ``"members"``: the run trusts its members, and withstands strangers and
             faults. ``"open"``, for a run that anybody may join: what a peer claims is bounded by what it has delivered,
             which costs a fast newcomer its first rounds. The same in all peers.
@@ -129,19 +129,19 @@ class Optimizer(JointOptimizer):
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
-        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave the run in order, in seconds.
         verbose: log what happens at level INFO.
 
     Raises:
         ValueError, AssertionError: options contradict each other, something cannot be trained with others, or another
-            Optimizer with this ``run_id`` is at work on this DHT.
+            Optimizer with this ``run_id`` is active on this DHT.
         TypeError: an option has a wrong type.
         ReactorError: the DHT is shut down.
     """
 
     kind = "Optimizer"
     options: Options
-    # Options that programs read as attributes; others need none. They are most of this class's attributes.
+    # Options that programs read as attributes.
     target_batch_size: int = option("target_batch_size")
     batch_size_per_step: int | None = option("batch_size_per_step")
     status_loglevel: int = option("status_loglevel")
@@ -257,14 +257,14 @@ class Optimizer(JointOptimizer):
         self._schema_hash = self._compute_schema_hash()
         self._begin()
 
-    # --- its parts, which subclasses may make in another way ----------------------------------------------------------
+    # --- its parts, which subclasses may make differently -------------------------------------------------------------
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs: Any) -> ProgressTracker:
-        """Make the tracker. The first of the three; a subclass may start what it makes, or leave that to this class.
+        """Make the tracker, the first of the three parts. A subclass may start the parts, or leave that to this class.
 
         Args:
             target_batch_size: samples of all peers together that make an epoch.
-            kwargs: options of the tracker, but those that follow from attributes of this optimizer.
+            kwargs: options of the tracker, except those that follow from attributes of this optimizer.
         """
         options: dict[str, Any] = {"client_mode": self.options.client_mode, "start": False, **kwargs}
         return ProgressTracker(self.dht, self.options.run_id, target_batch_size, **options)
@@ -402,7 +402,7 @@ class Optimizer(JointOptimizer):
                 loss = closure()
             if self._lacks_gradients(batch_size):
                 return loss
-        # A round began while this thread was waiting elsewhere, so this batch belongs to the next epoch.
+        # If a round began while this thread was waiting elsewhere, this batch belongs to the next epoch.
         is_late = self.global_step.begun is not None
         is_used = self._accumulate(batch_size, scaler) if is_late else False
         if is_late:
@@ -448,7 +448,7 @@ class Optimizer(JointOptimizer):
                 self._synchronization.note_attempt(loaded=loaded)
                 if loaded:
                     self.tracker.announce()
-        # This batch is lost: its time is no part of that of the next one.
+        # This batch is lost: its time must not count for the next one.
         self.tracker.performance_ema.reset_timer()
         return True
 
@@ -478,9 +478,10 @@ class Optimizer(JointOptimizer):
         self.state_averager.step(optimizer_step=True, delay_optimizer_step=delay, grad_scaler=scaler)
 
     def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
-        """Make the global step, and go to the next epoch: :class:`~shoal.optim.global_step.GlobalStep`."""
-        # This peer is about to tell others that it is ready, so the device must have finished its batches.
-        self._batches.finish()  # until here it computes
+        """Make the global step, and go to the next epoch, see :class:`~shoal.optim.global_step.GlobalStep`."""
+        # This peer is about to tell others that it is ready, so the device must have finished its batches. This is
+        # still time for computing, not for joint work.
+        self._batches.finish()
         self._schema_hash = self._compute_schema_hash()  # a program may have exchanged parameters since the last step
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, grad_scaler)
         own = self.local_progress.samples_accumulated
@@ -488,7 +489,7 @@ class Optimizer(JointOptimizer):
             is_over = self.global_step.run(scaler)
         if not is_over:
             return
-        # The weights of rounds that average parameters are no samples.
+        # In rounds that average parameters, weights are not samples.
         self._note_step(
             0.0 if self.grad_averager is None else self._reporting.samples_of_round(self._latest_round, own)
         )
@@ -498,7 +499,7 @@ class Optimizer(JointOptimizer):
         logger.log(self.options.status_loglevel, "epoch %d begins", self.local_epoch)
 
     def _compute_schema_hash(self) -> int:
-        """Differs when parameters of the optimizer are exchanged for others."""
+        """A hash that changes when parameters of the optimizer are replaced by others."""
         return hash(tuple(tuple(id(parameter) for parameter in group["params"]) for group in self.opt.param_groups))
 
     def _maybe_schedule_gradient_averaging(self) -> None:
@@ -507,7 +508,7 @@ class Optimizer(JointOptimizer):
             self.global_step.schedule_gradients()
 
     def _maybe_schedule_state_averaging(self) -> None:
-        """The same for its parameters, where gradients are not averaged."""
+        """The same for its parameters, if gradients are not averaged."""
         if self.grad_averager is None:
             self.global_step.schedule_state()
 
@@ -534,7 +535,7 @@ class Optimizer(JointOptimizer):
             self.global_step.begin_round_if_awaited()
 
     def _gradients_kept(self) -> contextlib.AbstractContextManager[None]:
-        # Gradients that accumulate in place are those that the round needs.
+        # The round needs gradients that accumulate in place.
         return contextlib.nullcontext() if self.options.reuse_grad_buffers else super()._gradients_kept()
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
@@ -565,7 +566,7 @@ class Optimizer(JointOptimizer):
         self.state_averager.name_parameters(model)
 
     def load_state(self, state: State) -> None:
-        """Continue from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state in the form that peers share, such as one from an archive.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -594,7 +595,7 @@ class Optimizer(JointOptimizer):
 
     @property
     def local_progress(self) -> LocalTrainingProgress:
-        """This peer's progress, as it tells it to the swarm."""
+        """This peer's progress, as it reports it to the swarm."""
         return self.tracker.local_progress
 
     @property
@@ -684,7 +685,7 @@ class Optimizer(JointOptimizer):
         try:
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
-            # Before the goodbye: after it others would drop this peer from a round under way in the background.
+            # Before the goodbye, after which others would drop this peer from a round in the background.
             self._synchronization.end_other_work()
         finally:
             self.tracker.shutdown(self.state_averager.shutdown_timeout)

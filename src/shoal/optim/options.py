@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-# Averages gradients exactly, unless the user chooses another averager. What one of low rank leaves out depends on the
-# ratio of its rank to the width of a layer: any fixed rank would ruin wide models.
+# The default averages gradients exactly. The error of a low-rank averager depends on the ratio of rank to layer width,
+# so any fixed rank would ruin wide models.
 DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = GradientAverager.get_factory()
 
 
 class Mode(enum.Enum):
     """What peers average, and which parts of a global step run in the background of the next batches.
 
-    These are all combinations that make sense of ``use_local_updates`` and three switches that delay something.
+    These are all sensible combinations of ``use_local_updates`` and the three switches that delay something.
     """
 
     SYNC = True, False, False, False
@@ -78,7 +78,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmOptions:
-    """The options that all optimizers of a swarm have, resolved. There are as many fields as there are options."""
+    """The options that all optimizers of a swarm have, resolved."""
 
     run_id: str
     target_batch_size: int | None
@@ -108,7 +108,7 @@ class SwarmOptions:
         return bool(self.averager_opts.get("target_group_size"))
 
     def for_averagers(self) -> dict[str, Any]:
-        """Options of every averager, but for the user's own ones."""
+        """Options of every averager, except the user's own ones."""
         return {
             "min_matchmaking_time": self.matchmaking_time,
             "allreduce_timeout": self.allreduce_timeout,
@@ -212,7 +212,7 @@ def check_run_id(run_id: object) -> None:
 
 
 def check_may_train(dht: DHT) -> None:
-    """Check that the token of this peer allows it to train, before it trains alone because nobody lets it in.
+    """Check that this peer's token allows it to train. Otherwise it would train alone, because nobody lets it in.
 
     Raises:
         NotAMemberError: it does not.
@@ -220,19 +220,17 @@ def check_may_train(dht: DHT) -> None:
     membership = dht.p2p.membership
     if membership is not None and Roles.TRAIN not in membership.own.roles:
         raise NotAMemberError(
-            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask who has invited "
+            f"the token of this peer allows: {name_of(membership.own.roles)}. It must not train: ask whoever invited "
             "you for a token with the role train (shoal token invite --role train)",
             reason="wrong role",
         )
 
 
 def resolved_by(options: type[Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """A constructor that finds its arguments resolved in ``self.options``, so that it need not spell them again.
-
-    Its argument ``dht`` is checked first.
+    """Decorates a constructor: checks its argument ``dht``, and resolves all arguments into ``self.options``.
 
     Args:
-        options: the class of that object.
+        options: the class of ``self.options``.
     """
 
     def decorate(construct: Callable[P, None]) -> Callable[P, None]:
@@ -261,7 +259,7 @@ def with_defaults(optimizer: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SwarmOptions):
-    """The options of an :class:`~shoal.optim.Optimizer`, resolved. There are as many fields as there are options."""
+    """The options of an :class:`~shoal.optim.Optimizer`, resolved."""
 
     target_batch_size: int
     mode: Mode
@@ -334,7 +332,7 @@ class Options(SwarmOptions):
             check_state=given["check_state"],
         )
 
-    # By their inherited names, as programs read them.
+    # The inherited names, which programs read.
 
     @property
     def use_local_updates(self) -> bool:
@@ -353,7 +351,7 @@ class Options(SwarmOptions):
         return self.mode.delays_state
 
     def for_gradients(self) -> dict[str, Any]:
-        """Options of the averager of gradients, with the user's own ones. A factory may have others."""
+        """Options of the averager of gradients, with the user's own ones. A user's factory may have further ones."""
         wanted = {"compression": self.grad_compression, "aggregation": self.aggregation}
         given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
         if self.peer_momentum:
@@ -370,7 +368,7 @@ class Options(SwarmOptions):
             "delta_rule_averaging": not self.mode.averages_gradients and self.mode.delays_state,
             "performance_ema_alpha": self.performance_ema_alpha,
             "average_opt_statistics": self.average_opt_statistics,
-            # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
+            # If rounds overlap, a peer that is an epoch behind would otherwise stay behind.
             "sync_epoch_when_averaging": self.mode.overlaps,
             "check_state": self.check_state,
             **self.own_averager_opts(),

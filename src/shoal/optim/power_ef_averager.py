@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["PowerEFGradientAverager"]
 
 LEAST_RANK_BY_WIDTH = 1 / 16
-"""With a lower rank, too much noise of earlier batches stays in the estimates: see ``benchmarks/ranks.py``."""
+"""With a lower rank, too much noise of earlier batches stays in the estimates: measured by ``benchmarks/ranks.py``."""
 
 
 class PowerEFGradientAverager(LowRankAverager):
     """Averages the differences between gradients and a common estimate of them, by matrices of low rank.
 
-    All peers have the same estimate of the average gradient. In each round they average the differences of their own
-    gradients from it, as PowerSGD averages gradients, and correct the estimate, which is then the result (error
-    feedback as in EF21, Richtárik et al., 2021, https://arxiv.org/abs/2106.05203). No peer has a memory of its own. So
-    nothing is lost when one leaves, and a newcomer has everything after its first round.
+    All peers have the same estimate of the average gradient. In each round they average the differences between their
+    gradients and the estimate, as PowerSGD averages gradients. With the result they correct the estimate, which is then
+    the average (error feedback as in EF21, Richtárik et al., 2021, https://arxiv.org/abs/2106.05203). No peer has a
+    memory of its own. So nothing is lost when one leaves, and a newcomer has everything after its first round.
 
     On different machines the same computation may differ in the last bits. So every ``grad_averaging_interval`` rounds
     the members compare hashes of their estimates, and average the estimates first if they differ. The members agree on

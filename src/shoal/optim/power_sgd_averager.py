@@ -1,4 +1,4 @@
-"""PowerSGD: gradients as matrices of low rank, and what is left out is sent later (arXiv:1905.13727)."""
+"""PowerSGD: gradients as matrices of low rank, with error feedback (arXiv:1905.13727)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When it is time for the next global step: the training thread's view of the swarm's progress. The view is a
-``ProgressBoard``, which a ``ProgressExchange`` keeps up to date in the background."""
+"""The training thread's view of the swarm's progress, from which it decides when to make the next global step. The view
+is a ``ProgressBoard``, which a ``ProgressExchange`` keeps up to date in the background."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker",
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the first step waits at most to learn which peers are there.
+# The longest that the first step waits to learn which peers are there, in seconds. Chosen: several DHT lookups.
 FIRST_LOOK_SECONDS = 5.0
 
 
 def __getattr__(name: str) -> Any:
-    """The schema loads pydantic, which takes a while: at first use."""
+    """Load the schema at first use: it imports pydantic, which takes a while."""
     if name == "TrainingProgressSchema":
         from shoal.optim.progress.schema import TrainingProgressSchema
 
@@ -69,9 +69,11 @@ def __getattr__(name: str) -> Any:
 
 
 GUARDS = ("members", "open")
-# How long a peer that believes the epoch to be over waits for others to tell how far they are.
+# How long a peer that believes the epoch to be over waits for the others' progress, in seconds. Chosen: about one round
+# trip across the world.
 SECONDS_TO_ASK = 0.25
-# Donors with another frozen base or agreement refuse. They are asked last, because a refusal tells both users why.
+# Donors with another frozen base or agreement refuse. They are asked too, because a refusal tells both users why, but
+# last: after unknown donors, whose rank is -1.
 RANK_OF_REFUSING = -2.0
 
 
@@ -86,7 +88,7 @@ def check_guard(guard: str) -> None:
 
 
 def make_guard(guard: str) -> type[Members]:
-    """What decides how far others are believed, by the name of the option."""
+    """The class that decides how far others are believed, by the name of the option."""
     if guard == "members":
         return Members
     from shoal.guard.open import OpenGuard  # most runs need none of its rules
@@ -117,7 +119,7 @@ class TrackedTrust(Trust):
 
 
 class GuardedTrust(TrackedTrust):
-    """The same where all peers train one model: it keeps away from peers that train another one, or have cost time."""
+    """The same for runs in which all peers train one model: it avoids peers that train another one, or waste time."""
 
     async def admits(self, peer: PeerID) -> bool:
         return await self._tracker.trains_the_same_model(peer)
@@ -135,18 +137,17 @@ class GuardedTrust(TrackedTrust):
 class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
-    Half of its fields are options that programs read under their inherited names.
 
     Args:
         dht: connected DHT of this peer.
-        prefix: name of the training run; its records stand under ``{prefix}_progress``.
+        prefix: name of the training run; its records are stored under ``{prefix}_progress``.
         target_batch_size: samples of all peers together that make an epoch.
         client_mode: whether others cannot call this peer; default: as in the DHT.
         min_refresh_period: least time between two refreshes, and between two records of this peer, in seconds.
         max_refresh_period: most time between two refreshes, in seconds.
         default_refresh_period: seconds between two refreshes while there are no records.
         expected_drift_peers: how many peers may join or leave unnoticed in an epoch.
-        expected_drift_rate: the same as a share of all peers; the larger one of both counts.
+        expected_drift_rate: the same as a share of all peers; the larger of the two counts.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
         metadata_expiration: seconds for which a record is valid, an hour at most.
         status_loglevel: level of the log messages about epochs.
@@ -154,8 +155,8 @@ class ProgressTracker(Facade):
         daemon: without effect, kept for compatibility.
         guard: ``"members"``: believe what members of the run say. ``"open"``, for a run that anybody may join: bound it
             by what each has brought to rounds (:mod:`shoal.guard.open`).
-        waiting_share: the share of its time that this peer may lose to others: to those that do not come or stall a
-            group, to a member for which others wait longer than it is worth, and to newcomers while it trains alone.
+        waiting_share: the share of its time that this peer may spend on waiting for others: absent peers, peers that
+            stall a group, stragglers that cost more than they add, and newcomers while it trains alone.
         rule: when an epoch is over; default: when all peers together have made ``target_batch_size`` samples.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
@@ -240,9 +241,9 @@ class ProgressTracker(Facade):
         """Start to publish and to read. Returns when others can call this tracker. Idempotent.
 
         Raises:
-            ValueError: another tracker with this prefix is at work on this DHT.
+            ValueError: another tracker with this prefix is active on this DHT.
         """
-        # Here, not in the event loop, which would stand still: these imports load pydantic and more.
+        # These imports load pydantic and more, and would block the event loop.
         from shoal.dht.crypto import PrivateKey
         from shoal.optim.progress.schema import progress_validators
 
@@ -323,7 +324,7 @@ class ProgressTracker(Facade):
 
     @property
     def training_progress_key(self) -> str:
-        """The key of the DHT under which the records stand."""
+        """The DHT key of the records."""
         return f"{self.prefix}_progress"
 
     @property
@@ -403,7 +404,7 @@ class ProgressTracker(Facade):
             self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
 
     def _run_in_loop(self, work: Coroutine[Any, Any, object], seconds: float) -> None:
-        """Wait for work in the event loop. If it takes longer, what is known has to do."""
+        """Wait for work in the event loop. If it takes too long, continue with what is known."""
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError, ReactorError):
             self._portal.submit(work).result(seconds)
 
@@ -417,7 +418,7 @@ class ProgressTracker(Facade):
 
     @property
     def knows_others(self) -> bool:
-        """Whether this peer has a record of any other one that can be called."""
+        """Whether this peer has a record of another peer that can be called."""
         return bool(self.board.companions_to_call(get_dht_time()))
 
     def is_first(self) -> bool:
@@ -432,7 +433,7 @@ class ProgressTracker(Facade):
 
     @property
     def epoch_when_introduced(self) -> int:
-        """The swarm's epoch at that moment; from then on others wait for this peer."""
+        """The swarm's epoch when this peer was introduced. From then on others wait for it."""
         return self.board.epoch_when_introduced
 
     @property
@@ -454,7 +455,7 @@ class ProgressTracker(Facade):
         return {PeerID(peer) for peer in self.board.expected_members(get_dht_time(), until_epoch)}
 
     def still_expected(self, last_epochs: Mapping[PeerID, int]) -> set[PeerID]:
-        """Those of several peers that have not left and are not beyond the epoch given for each of them."""
+        """The given peers that have not left and are not beyond the epoch given for each."""
         by_id = {peer.to_bytes(): epoch for peer, epoch in last_epochs.items()}
         return {PeerID(peer) for peer in self.board.still_expected(get_dht_time(), by_id)}
 
@@ -464,18 +465,18 @@ class ProgressTracker(Facade):
         return [PeerID(peer) for peer in self.board.unreachable_peers(get_dht_time())]
 
     def watch(self, callback: Callable[[], object]) -> None:
-        """From now on, call this whenever something about other peers changes. It may be called in any thread."""
+        """Call this callback, in any thread, whenever something about other peers changes."""
         self.board.on_change.append(callback)
 
     def unwatch(self, callback: Callable[[], object]) -> None:
-        """Stop calling this."""
+        """Stop calling this callback."""
         if callback in self.board.on_change:
             self.board.on_change.remove(callback)
 
     # --- partitions of the run ----------------------------------------------------------------------------------------
 
     def compare_settings(self, company: Company) -> None:
-        """From now on, compare settings with other peers. Call this before the first report of progress."""
+        """Begin to compare settings with other peers. Call this before the first report of progress."""
         self.board.company = company
         self._equip()
 
@@ -503,8 +504,7 @@ class ProgressTracker(Facade):
         company.look(present, board.last_members, time.monotonic(), host_of)
 
     def compare_rounds(self) -> None:
-        """From now on, compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`) and note which peers are in
-        them."""
+        """Begin to compare the rounds of peers (:mod:`shoal.optim.history.fork_choice`), and to note their members."""
         self.board.fork_tracker.begin()
 
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
@@ -590,7 +590,7 @@ class ProgressTracker(Facade):
         return self.exchange is None or await self.exchange.trains_the_same_model(peer)
 
     def advise(self, averager: AveragerNode, weighs_samples: bool, trains_one: bool) -> None:
-        """From now on, an averager judges other peers by what this tracker knows of them.
+        """Let an averager judge other peers by what this tracker knows about them.
 
         Args:
             weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
@@ -627,7 +627,7 @@ class ProgressTracker(Facade):
             self.board.cancel_update()
 
     def declare_epoch_over(self, patience: float = 0.0, *, in_advance: bool = False) -> None:
-        """Tell the others at once that this peer is ready for the global step, and until when they may go on.
+        """Tell the others at once that this peer is ready for the global step, and until when they may continue.
 
         Args:
             patience: as for :meth:`should_stop`; by default they should stop at once.
@@ -644,17 +644,17 @@ class ProgressTracker(Facade):
     def others_can_come(self) -> bool:
         """Whether this peer, whose round has failed, should train on and try again, rather than make a step alone.
 
-        It should if others that can be reached are at its epoch, or have ended it: then it takes over their state.
+        It should if reachable peers are at its epoch, or have ended it; in the second case it takes over their state.
         """
         return self.global_epoch > self.board.own.epoch or bool(self.board.expected_members(get_dht_time()))
 
     def train_on(self) -> None:
-        """This peer has declared its epoch over, and goes on with it: tell the others. In :meth:`pause_updates`."""
+        """Withdraw the declaration that the epoch is over, and tell the others. Inside :meth:`pause_updates`."""
         self.board.cancel_update()
         self._wake(calls=True)
 
     def may_hold(self, *, has_reason: bool) -> bool:
-        """Whether this peer waits for newcomers, or waits on, see :meth:`~shoal.guard.budget.Budget.holds`."""
+        """Whether this peer may wait, or keep waiting, for newcomers; see :meth:`~shoal.guard.budget.Budget.holds`."""
         return self.board.guard.budget.holds(get_dht_time(), has_reason=has_reason)
 
     def look_after_others(self) -> None:

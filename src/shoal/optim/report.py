@@ -1,12 +1,12 @@
-"""What a peer tells of itself to those who watch the run: its loss and other figures, bytes, rounds, and its failures.
+"""What a peer reports to monitors of the run: its loss and other figures, bytes, rounds, and failures.
 
-A program calls :meth:`Optimizer.report <shoal.Optimizer.report>` as often as it likes. The means of what it gives are
-published every few seconds, in one record with what the peer has counted itself. Nobody but monitors reads it::
+A program calls :meth:`Optimizer.report <shoal.Optimizer.report>` as often as it likes. The means of its figures are
+published every few seconds, in one record with what the peer has counted itself. Only monitors read it::
 
     report(loss=...)  ──►  Reporting: means, samples, time of a step  ──►  {run}_reports  ──►  shoal monitor
 
-The record is stored under the owner tag of the peer, so that no other peer can write it. In a large swarm it is under
-the key with the bits of the peer's record of progress, see :mod:`shoal.dht.key_sharding`.
+The record is stored under the owner tag of the peer, so that no other peer can write it. In a large swarm its key has
+the same bits as that of the peer's progress, see :mod:`shoal.dht.key_sharding`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Least seconds between two records of a peer, times one more than the depth of the keys in a large swarm.
+# The least seconds between two records of a peer; in a large swarm, times (1 + depth of the keys). Chosen: monitors
+# stay current at little cost.
 PERIOD = 5.0
-# Seconds for which a record is valid: a monitor shows a peer that is gone for two minutes.
+# Seconds for which a record is valid. Chosen: a monitor still shows a peer two minutes after it has gone.
 LIFETIME = 120.0
-# What a node accepts from a peer: together less than 16 kB, of which a monitor may hold thousands.
+# Limits on what a node accepts from a peer. Chosen so that a report has less than 16 kB: monitors may hold thousands.
 MAX_METRICS, MAX_NAME_CHARACTERS = 24, 48
 MAX_TROUBLES, MAX_TROUBLE_CHARACTERS = 16, 64
 MAX_REASON_CHARACTERS, MAX_WORD_CHARACTERS = 200, 32
@@ -51,39 +52,39 @@ MAX_LOST, LOST_BYTES = 16, 8
 
 _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 _Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
-# JSON and msgpack can carry larger numbers, but no honest figure needs them, and sums of them would be infinite.
+# The largest figure. Chosen: no honest figure is larger, and sums of larger ones could be infinite.
 LARGEST = 1e30
 Figure = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 
 
 class PeerReport(msgspec.Struct, array_like=True, frozen=True):
-    """A peer's figures as they stand in the table, a field for each. All but ``metrics`` it has counted itself."""
+    """A peer's figures as stored in the DHT. The peer has counted all of them itself, except the user's ``metrics``."""
 
     time: Moment
     """DHT time of the record."""
     epoch: Count
     samples: Count
-    """That the peer has processed since it began."""
+    """Processed by the peer since it began."""
     recent_samples: Count
-    """Of these, since its record before this one: the weight of its ``metrics`` in means over peers."""
+    """Of these, those since its previous record: the weight of its ``metrics`` in means over peers."""
     samples_per_second: Speed
     """Over the same time, waiting included."""
     metrics: Annotated[
         dict[Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)], Figure], Meta(max_length=MAX_METRICS)
     ] = {}
-    """The user's figures by name, such as ``loss``: means since the record before this one."""
+    """The user's figures by name, such as ``loss``: means since the previous record."""
     step_seconds: _Seconds = 0.0
-    """From the last but one joint step to the last one; 0 if there were no two."""
+    """The time between the last two joint steps; 0 if there were fewer."""
     joint_seconds: _Seconds = 0.0
-    """Of these, how long this peer did not compute, but looked for others, waited for them and averaged."""
+    """The part of this time in which the peer did not compute, but looked for others, waited for them and averaged."""
     averaging_seconds: _Seconds = 0.0
-    """How long all-reduces took meanwhile; they may run in the background."""
+    """How long all-reduces took in this time; they may run in the background."""
     group_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    """Of the last round; 0 if there was none."""
+    """Members of the last round; 0 if there was none."""
     rounds: Count = 0
     rounds_failed: Count = 0
     failure: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)] = ""
-    """Why the last one of these has failed."""
+    """Why the last failed round failed."""
     troubles: Annotated[
         dict[Annotated[str, Meta(max_length=MAX_TROUBLE_CHARACTERS)], Count], Meta(max_length=MAX_TROUBLES)
     ] = {}
@@ -91,17 +92,17 @@ class PeerReport(msgspec.Struct, array_like=True, frozen=True):
     bytes_sent: Count = 0
     bytes_received: Count = 0
     link: _Word = ""
-    """How others call it, see :attr:`shoal.metrics.Metrics.reachability`."""
+    """How others reach it, see :attr:`shoal.metrics.Metrics.reachability`."""
     version: _Word = ""
-    """Of shoal."""
+    """The version of shoal."""
     step_samples: Count = 0
-    """Samples of all peers in the last joint step; 0 if that is not known."""
+    """Samples of all peers in the last joint step; 0 if unknown."""
     step_target: Count = 0
-    """How many it should have had; 0 if steps are not counted in samples."""
+    """How many samples the step should have had; 0 if steps are not counted in samples."""
     began: Moment = 0
-    """DHT time at which the peer began; 0 if it does not tell."""
+    """DHT time at which the peer began; 0 if unknown."""
     lost: Annotated[list[Annotated[bytes, Meta(max_length=LOST_BYTES)]], Meta(max_length=MAX_LOST)] = []
-    """The ends of the ids of peers that this one cannot reach any more, see :func:`end_of_id`."""
+    """The ends of the ids of peers that this one can no longer reach, see :func:`end_of_id`."""
 
 
 def end_of_id(peer: PeerID) -> bytes:
@@ -113,7 +114,7 @@ def parse_report(value: object) -> PeerReport:
     """Decode and check a record that came from another peer.
 
     Raises:
-        ValueError: it has another form, is too large, or has numbers that cannot be.
+        ValueError: it is malformed, too large, or has impossible numbers.
     """
     try:
         return msgspec.convert(value, PeerReport, strict=True, builtin_types=(bytes,))
@@ -122,12 +123,12 @@ def parse_report(value: object) -> PeerReport:
 
 
 def key_of_reports(run_id: str) -> str:
-    """The key under which reports stand, or in a large swarm the beginning of these keys."""
+    """The DHT key of reports; in a large swarm, the beginning of their keys."""
     return f"{run_id}_reports"
 
 
 def figure(name: str, value: object) -> float:
-    """Check one figure of the user's, and return it as a float.
+    """Check one of the user's figures, and return it as a float.
 
     Raises:
         TypeError: it is not a number, or a tensor with one number.
@@ -168,11 +169,11 @@ class _Sharded(Protocol):
 class _Progress(Protocol):
     @property
     def epoch(self) -> int:
-        """Of this peer."""
+        """The epoch of this peer."""
 
 
 class ProgressSource(Protocol):
-    """What a report says of this peer's place in the swarm: a progress tracker knows it."""
+    """What a report needs to know of this peer's place in the swarm, such as a progress tracker."""
 
     @property
     def exchange(self) -> _Sharded | None:
@@ -188,14 +189,14 @@ class ProgressSource(Protocol):
 
 
 class Reporting:
-    """What one peer reports. Used by the training thread alone. Most of its attributes are totals for one field each of
+    """Collects what one peer reports. Used only by the training thread. Most attributes are the total for one field of
     :class:`PeerReport`.
 
     Args:
         dht: where the record is published.
         run_id: name of the run.
         tracker: knows this peer's place in the swarm.
-        clock: of seconds; tests move it.
+        clock: returns seconds.
         target_batch_size: samples that a joint step should have; 0 if steps are not counted in samples.
     """
 
@@ -244,8 +245,8 @@ class Reporting:
         """Samples of all members of the last round, whose weights are samples.
 
         Args:
-            last: this round.
-            own: the samples of this peer, which made the step alone if there was no new round.
+            last: the last round.
+            own: this peer's samples: without a new round, it made the step alone.
         """
         before, self._counted_round = self._counted_round, last
         return own if last is None or last is before else sum(last.weights)
@@ -286,12 +287,12 @@ class Reporting:
         self._samples_at_call = self._samples
         for name, value in checked.items():
             if name not in self._sums and len(self._sums) >= MAX_METRICS:
-                # Not an error: how many names come together between two records depends on the time that steps take.
+                # Not an error: how many names accumulate between two records depends on how long steps take.
                 self._warn_seldom(
                     "more than %d names of figures in one report: %r and others are left out. Report fewer, or under "
                     "the same names", MAX_METRICS, name,
                 )  # fmt: skip
-            # A loss that overflows is a fact of training, and told once: a mean of it would say nothing.
+            # A loss that overflows would spoil the mean. It is left out, and counted as a warning once.
             elif abs(value) <= LARGEST:
                 total, weights = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (total + weight * value, weights + weight)
@@ -317,7 +318,7 @@ class Reporting:
         self._publication = self._dht.store(key, value, expiration, subkey=tag, return_future=True)
 
     def _note_outcome(self) -> None:
-        """That a record was not accepted matters to nobody but who looks for the reason why none is seen."""
+        """Log at level DEBUG if the last record was not stored: that only helps to find out why none is shown."""
         if self._publication is None:
             return
         try:

@@ -114,7 +114,7 @@ class StepRequest:
 
 @dataclass(eq=False)
 class StateJob:
-    """The work that one call has started, and how far it has come."""
+    """The work that one call has started, and its progress."""
 
     request: StepRequest
     epoch: int
@@ -184,7 +184,7 @@ class TrainingStateAverager(StateHolder):
             when the whole state is in place: in the user's parameters, extra tensors, optimizer, scheduler and
             ``local_epoch``. It refuses by returning something false other than ``None``, or by raising
             :class:`~shoal.errors.StateRefusedError`. Then this peer's own state comes back, the donor and its state are
-            left out, and the next donor is asked. Any other exception also brings the own state back, and is raised.
+            left out, and the next donor is asked. Any other exception also restores the own state, and is raised.
             It runs in the thread that calls :meth:`load_state_from_peers` (with ``wait=False``, in a thread of its
             own). Meanwhile nobody averages with this peer or downloads its state: so the hook should be quick and must
             not call this averager. Changes that it makes to gradients and to the mode of modules stay.
@@ -442,7 +442,7 @@ class TrainingStateAverager(StateHolder):
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
-        except Exception as e:  # whatever has failed, training continues
+        except Exception as e:  # after any failure, training continues
             control.cancel()
             with self._lock.hold():
                 self._contents.drop_copies()

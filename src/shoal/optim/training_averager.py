@@ -1,4 +1,4 @@
-"""Average a model with other peers whenever the training loop says so.
+"""Average a model with other peers whenever the training loop calls for it.
 
 A round copies the user's tensors, averages the copies, and writes the result back: as a whole, or, if training
 continues meanwhile, as the difference that averaging has made.

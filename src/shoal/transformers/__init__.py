@@ -1,14 +1,15 @@
-"""For users of Hugging Face: a ``Trainer`` whose steps peers make together over the internet, and adapters of peft.
+"""For users of Hugging Face: a ``Trainer`` that makes its steps together with peers over the internet, and adapters of
+peft.
 
-The ``Trainer`` makes a local step after each batch, which only adds gradients; a swarm step comes when all peers
-together have enough samples. Only methods are used that ``Trainer`` documents for subclasses.
+The ``Trainer`` makes a local step after each batch, which only adds gradients; a swarm step follows when all peers
+together have enough samples. The package uses only methods that ``Trainer`` documents for subclasses.
 
 In reading order:
 
 - :mod:`~.trainer` is the trainer: it joins the run when ``train`` begins, counts samples, and leaves it at the end.
 - :mod:`~.options` refuses arguments that cannot work with peers when the trainer is made.
-- :mod:`~.fingerprint` names the frozen model beneath adapters. It works without ``transformers``, as does a loop of
-  one's own with or without ``accelerate``, which needs only :class:`shoal.Optimizer`.
+- :mod:`~.fingerprint` names the frozen model beneath adapters. It works without ``transformers``. So does your own
+  training loop, with or without ``accelerate``, which needs only :class:`shoal.Optimizer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which frozen model adapters belong to: peers that train adapters together must have the same."""
+"""Names the frozen model that adapters belong to: peers that train adapters together must have the same one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shoal.compression.base import plain_name
 
 logger = logging.getLogger(__name__)
 
-# Digits of a fingerprint: enough that no two are equal by chance, and short enough to be compared by eye.
+# Digits of a fingerprint. Chosen: enough that no two are equal by chance, and few enough to compare by eye.
 _DIGITS = 16
 
 
 def fingerprint(model: Any) -> str:
-    """Tell which frozen model adapters belong to, in a short text that is the same in all peers with this model.
+    """Name the frozen model that adapters belong to, in a short text that is the same in all peers with this model.
 
-    It is the revision on the hub, or a hash of the files of the checkpoint, wherever they are. One peer may hold the
-    model in bf16 and another in 4 bits: what was loaded counts, not what it became. A model that came from neither is
-    known by the names and shapes of its frozen parameters alone, which a warning says.
+    It is the revision on the hub, or a hash of the checkpoint's files. One peer may hold the model in bf16 and another
+    in 4 bits: the files that were loaded count, not the precision in memory. A model that came from neither is named
+    only by the names and shapes of its frozen parameters, with a warning.
 
     Args:
         model: as ``from_pretrained`` returns it, or with adapters of peft.
@@ -46,12 +46,12 @@ def fingerprint(model: Any) -> str:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """The files with the weights of a checkpoint, in order; the adapters beside them are no part of it."""
+    """The files with the weights of a checkpoint, in order, without the adapters beside them."""
     found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     return [file for file in found if not file.name.startswith("adapter_")]
 
 
 def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape that a parameter has as long as it is not packed into 4 bits, which may transpose it: sorted."""
+    """The shape that a parameter has when it is not packed into 4 bits; sorted, because packing may transpose it."""
     packed = getattr(parameter, "quant_state", None)
     return tuple(sorted(parameter.shape if packed is None else packed.shape))

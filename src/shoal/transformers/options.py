@@ -1,4 +1,4 @@
-"""What cannot work with peers is refused when the trainer is made, not with the first batch."""
+"""Refuses what cannot work with peers when the trainer is made, not at the first batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXCLUDED = {
         "the optimizer of the Trainer steps the model's own parameters: leave it out",
     ),
 }
-# Schedules that end need to know when.
+# Schedules that need no length of the run.
 _ENDLESS = frozenset({SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT})
 
 
@@ -56,7 +56,7 @@ def check_arguments(args: TrainingArguments, grad_scaler: Any) -> None:
             "as a peer of its own, without the launcher"
         )
     if getattr(args, "auto_find_batch_size", False):
-        raise ValueError("auto_find_batch_size=True begins anew with each size: set per_device_train_batch_size")
+        raise ValueError("auto_find_batch_size=True restarts with each size: set per_device_train_batch_size")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.endswith("layerwise") or "lomo" in optimizer:
         raise ValueError(
@@ -110,7 +110,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
     """Check that the optimizer trains this model.
 
     Raises:
-        ValueError: it has the parameters of another one, as when the model was copied after it was made.
+        ValueError: it has the parameters of another model, for example because the model was copied afterwards.
     """
     own = set(map(id, model.parameters()))
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
@@ -122,7 +122,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
 
 
 def check_launch(accelerator: Any) -> None:
-    """Check what the environment has made of the arguments, such as the file of ``accelerate config``.
+    """Check the settings of the environment, such as the file of ``accelerate config``.
 
     Raises:
         ValueError: there is more than one process or device.
@@ -139,7 +139,7 @@ def check_optimizers(optimizer: Any, scheduler: Any) -> None:
     """Check the user's ``optimizers``.
 
     Raises:
-        ValueError: there is a scheduler, or the optimizer is shoal's already.
+        ValueError: there is a scheduler, or the optimizer is already shoal's.
     """
     if scheduler is not None:
         raise ValueError(

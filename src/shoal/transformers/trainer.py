@@ -1,11 +1,11 @@
 """A ``Trainer`` of Hugging Face that trains with peers over the internet.
 
 The ``Trainer`` makes a *local step* after each batch, or after ``gradient_accumulation_steps`` of them. With peers, a
-local step only adds the gradients of these batches; a *swarm step* comes when all peers together have
+local step only adds the gradients of these batches; a *swarm step* follows when all peers together have
 ``target_batch_size`` samples. So ``max_steps``, ``logging_steps`` and ``save_steps`` count local steps of this peer,
-but the learning rate, clipping and ``swarm_steps`` go by swarm steps.
+but the learning rate, clipping and ``swarm_steps`` follow swarm steps.
 
-Of the ``Trainer``, only methods are used that its documentation offers for subclasses: ``create_optimizer``,
+This module uses only methods that the documentation of ``Trainer`` offers to subclasses: ``create_optimizer``,
 ``create_scheduler``, ``training_step``, ``log``, and a callback.
 """
 
@@ -42,28 +42,28 @@ logger = logging.getLogger(__name__)
 class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
     """A ``transformers.Trainer`` whose steps all peers of a run make together.
 
-    Every peer is a whole trainer with its own data, its own order of them, its own logs and checkpoints. Peers may come
-    and go at any time; see :class:`shoal.Optimizer` for how a step is made. The peer joins the run when :meth:`train`
+    Every peer is a whole trainer with its own data and data order, and its own logs and checkpoints. Peers may join and
+    leave at any time; see :class:`shoal.Optimizer` for how a step is made. The peer joins the run when :meth:`train`
     begins, and leaves it when :meth:`train` ends. The DHT stays open.
 
     - Learning rates follow swarm steps, by ``lr_scheduler_type`` and ``warmup_steps`` of the arguments.
     - ``max_grad_norm`` limits the averaged gradients of a swarm step, not those of a batch.
     - Logs also have ``swarm_epoch`` (swarm steps so far), ``swarm_peers``, ``swarm_samples_per_second`` (of this peer)
-      and ``swarm_grad_norm`` (of the last swarm step, before clipping). The loss is shown to ``shoal monitor``.
-    - ``train(resume_from_checkpoint=...)`` continues from a checkpoint; where the swarm is ahead, from its state.
-    - With peft adapters, the frozen base stays at home. Peers with another base are refused.
+      and ``swarm_grad_norm`` (of the last swarm step, before clipping). The loss is reported to ``shoal monitor``.
+    - ``train(resume_from_checkpoint=...)`` continues from a checkpoint, or from the swarm's state if that is ahead.
+    - With peft adapters, the frozen base is not sent. Peers with another base are refused.
 
     Args:
         model, args, further, options: as for ``Trainer``. ``optimizers`` may have an optimizer, but no scheduler.
-            Without a ``data_seed``, each peer goes through its data in an order of its own.
+            Without a ``data_seed``, each peer uses its data in an order of its own.
         dht: connected DHT of this peer.
         run_id: name of the run; peers with the same name train together.
-        target_batch_size: samples that all peers together gather for a swarm step. A sample is a row of a batch.
+        target_batch_size: samples of all peers together that make a swarm step. A sample is a row of a batch.
         swarm_steps: length of the learning rate schedule, in swarm steps. Training ends after the last one, if ``args``
             do not end it before. Needed unless the schedule is endless, such as ``"constant"``.
         swarm_options: further options of :class:`shoal.Optimizer` by name, such as ``matchmaking_time``.
-        base: name of the frozen model beneath adapters, for those who know that it is the same although its files are
-            not. Default: :func:`fingerprint`, if the model has adapters.
+        base: name of the frozen model beneath adapters, if you know that it is the same although its files differ.
+            Default: :func:`fingerprint`, if the model has adapters.
         grad_scaler: a :class:`shoal.GradScaler`; needed with ``fp16=True``.
 
     Raises:
@@ -98,7 +98,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         """The optimizer of the run while :meth:`train` is running."""
         self.swarm_steps, self._base = swarm_steps, base
         self._swarm_options = {"dht": dht, "run_id": run_id, "target_batch_size": target_batch_size, **given}
-        # A copy, because the caller's arguments are theirs. The Trainer would clip each batch: here it must not.
+        # A copy, because the arguments belong to the caller. The Trainer must not clip each batch.
         args, self._max_grad_norm = copy.copy(args), float(args.max_grad_norm or 0.0)
         args.max_grad_norm = 0.0
         if args.data_seed is None:
@@ -114,7 +114,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Join the run, train as ``Trainer.train`` does, and leave the run, also after an error."""
+        """Join the run, train as ``Trainer.train`` does, and leave the run, even after an error."""
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -141,7 +141,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         return self.swarm
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of the swarm, which the steps of the ``Trainer`` do not move."""
+        """The schedule of the swarm, which does not advance with the steps of the ``Trainer``."""
         assert self.swarm is not None
         self.lr_scheduler = HiveMindScheduler(self.swarm, self.swarm.scheduler)
         return self.lr_scheduler
@@ -181,14 +181,14 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         if self.swarm is not None:
             self.swarm.samples += samples
-            # To read a loss means to wait for the device, so only those are read that are published.
+            # Reading a loss waits for the device, so only those that are published are read.
             if self.swarm.report_is_due:
                 # The Trainer has divided it by the number of batches whose gradients are added up.
                 self.swarm.report(loss=loss.detach() * self.args.gradient_accumulation_steps)
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the figures of the swarm, too, while it trains."""
+        """Add the figures of the swarm to the logs while it trains."""
         super().log({**logs, **self.swarm_figures()}, *args, **kwargs)
 
     def swarm_figures(self) -> dict[str, float]:
@@ -224,7 +224,7 @@ class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """By now a checkpoint is loaded: what the swarm has is taken if it is not older."""
+        """Take over the swarm's state if it is not older than the checkpoint, which has been loaded by now."""
         swarm = self._trainer.swarm
         assert swarm is not None
         if (position := position_of(swarm.scheduler)) > swarm.local_epoch:
@@ -233,7 +233,7 @@ class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not
                 "taken, but the schedule begins at step %d of the swarm", position, swarm.local_epoch,
             )  # fmt: skip
             take_back(swarm.scheduler, swarm.local_epoch)
-        if not swarm.load_state_from_peers():  # else somebody lets it in, and anybody can say that it differs
+        if not swarm.load_state_from_peers():  # with a state it is admitted, whatever other peers claim
             _check_admission(swarm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

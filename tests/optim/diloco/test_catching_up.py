@@ -298,7 +298,7 @@ def test_updates_that_do_not_fit_are_refused(caplog):
     peer.updates.may_lack_updates = True
     catching_up.keep_up()  # asks
     catching_up.keep_up()  # has the answer
-    assert "make no sense: a mean has values that are not finite" in caplog.text
+    assert "are malformed: a mean has values that are not finite" in caplog.text
     assert peer.updates.journal.newest.version == 0
 
 

@@ -1,8 +1,8 @@
 """How a peer gets what it lacks.
 
-A newcomer downloads the outer parameters with all that belongs to them. So does a peer whose branch has lost. A peer
-that lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself. It does the
-same with updates that others have made during a download.
+A newcomer, or a peer whose branch has lost, downloads the outer parameters with all that belongs to them. A peer that
+lacks a few updates downloads only these (:mod:`~.messages`) while it trains, and makes them itself. It does the same
+with updates that others made during a download.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shoal.optim.setup.training_state import OlderStateError
 
 logger = logging.getLogger(__name__)
 
-# After this many attempts in a row without the missing updates, the whole state is downloaded. One may fail by chance,
-# when the only donor that has them has just left.
+# After this many attempts in a row without the missing updates, the whole state is downloaded. Chosen: one may fail by
+# chance, if the only donor that has them has just left.
 MOST_IN_VAIN = 2
 
 
@@ -52,7 +52,7 @@ class CatchingUp:
         self._rounds, self._settings = rounds, rounds.settings
         self._has_looked = False
         self._fetching: concurrent.futures.Future[State | None] | None = None
-        # How many times in a row nobody had the updates that this peer lacks.
+        # How many attempts in a row did not bring the updates that this peer lacks.
         self._in_vain = 0
         self._warn_seldom = Seldom(logger.warning)
 
@@ -74,12 +74,12 @@ class CatchingUp:
         return int(window_of(overlaps=self._settings.others_may_be_ahead and rounds.has_trained).behind)
 
     def run(self) -> bool:
-        """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
+        """Get what this peer lacks, in the way that takes the fewest bytes; returns whether it now has everything."""
         rounds = self._rounds
         rounds.end_flights()
         if not rounds.has_trained or self._has_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
-        if self._settings.average != PARAMETERS:  # there each peer has outer parameters of its own
+        if self._settings.average != PARAMETERS:  # otherwise each peer has outer parameters of its own
             behind = {each.number for each in rounds.fragments if each.standing is Relation.BEHIND}
             missed = self._missed()
             if missed is None or not (behind or missed):
@@ -87,7 +87,7 @@ class CatchingUp:
             with rounds.tracker.pause_updates():
                 parts = [numbers for numbers in (behind, missed - behind) if numbers]
                 made = [self._make(self._begin_to_fetch(numbers)) for numbers in parts]
-            if None in made:  # the others keep no updates so old, or nobody was reached
+            if None in made:  # nobody was reached, or nobody keeps such old updates
                 return self.download()
         with rounds.tracker.pause_updates():
             self._go_along()
@@ -126,7 +126,7 @@ class CatchingUp:
         return self._rounds.averager.load_part_from_peers(part, self._settings.load_state_timeout)
 
     def _make(self, fetching: concurrent.futures.Future[State | None]) -> int | None:
-        """Make the updates that come; returns how many there were, ``None``: nobody gives any."""
+        """Make the downloaded updates; returns how many there were, ``None``: nobody gave any."""
         fragments, found, made = self._rounds.fragments, self._tried(fetching.result), 0
         updates = dict[int, list[Update]]()
         try:
@@ -137,20 +137,20 @@ class CatchingUp:
                 each.journal.serves_newcomers = self._rounds.averager.is_giving
                 made += each.make_up(updates.get(each.number, ()))
         except ValueError as e:
-            self._warn_seldom("the updates of another peer make no sense: %s", e)
+            self._warn_seldom("the updates of another peer are malformed: %s", e)
         if made:
             logger.info("this peer has made up for %d updates", made)
         return None if found is None else made
 
     def let_go(self) -> None:
-        """Fetch nothing more."""
+        """Cancel the fetch under way."""
         if self._fetching is not None:
             self._fetching.cancel()
 
     def download(self, **options: Any) -> bool:
         """Download the outer parameters of another peer, and all that belongs to them.
 
-        A peer that only lacks some updates keeps what it has done since.
+        A peer that only lacks some updates keeps its own work since.
 
         Args:
             options: of the download, such as ``timeout`` in seconds.
@@ -177,7 +177,7 @@ class CatchingUp:
         with rounds.tracker.pause_updates():
             if self._tried(find_state):
                 if self._settings.average != PARAMETERS:
-                    # What has ended meanwhile, or was under way at the donor.
+                    # Updates that were made meanwhile, or were in flight at the donor.
                     self._make(self._begin_to_fetch(range(len(rounds.fragments))))
                 if is_new and self._settings.share_inner_state:
                     self._take_over_statistics()
@@ -186,14 +186,15 @@ class CatchingUp:
                 self._go_along()
                 return True
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
-            rounds.tracker.look_after_others()  # those that were ahead may be gone
+            rounds.tracker.look_after_others()  # the peers that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
-                for each in rounds.fragments:  # nobody that has more is left
+                for each in rounds.fragments:  # no peer that has more is left
                     each.standing = Relation.WITH
             return False
 
     def _take_over_statistics(self) -> None:
-        """Begin with the statistics of another peer's inner optimizers. Training continues without them, too."""
+        """Begin with the statistics of another peer's inner optimizers. Without them, training continues all the
+        same."""
         rounds = self._rounds
         download = rounds.averager.load_part_from_peers
         found = self._tried(download(STATISTICS, self._settings.load_state_timeout, differs=True).result)
@@ -206,7 +207,7 @@ class CatchingUp:
             self._warn_seldom("the inner optimizers begin without the statistics of another peer: %s", e)
 
     def _take_over_extra(self) -> None:
-        """Begin with the extra tensors of another peer. They soon are those of all anyhow."""
+        """Begin with the extra tensors of another peer. The next rounds average them anyway."""
         found = self._tried(
             self._rounds.averager.load_part_from_peers(EXTRA, self._settings.load_state_timeout, differs=True).result
         )
@@ -218,7 +219,7 @@ class CatchingUp:
             self._warn_seldom("this peer begins with extra tensors of its own: %s", e)
 
     def _tried(self, download: Callable[[], Any]) -> Any:
-        """What a download brings; ``None`` if it fails."""
+        """The result of a download; ``None`` if it fails."""
         try:
             return download()
         except (ShoalError, TimeoutError, ValueError) as e:
@@ -232,7 +233,7 @@ class CatchingUp:
         rounds.inner.move_schedules(rounds.counter.position)
 
     def adopt(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from a state that may be followed by the statistics of inner optimizers, as archives keep it.
+        """Continue from the state of an archive, which may have the statistics of inner optimizers at its end.
 
         Raises:
             ValueError: it does not fit.
@@ -250,7 +251,7 @@ class CatchingUp:
         """Put a downloaded state in place.
 
         Args:
-            is_new: what this peer has done counts for nothing.
+            is_new: this peer's own work is dropped.
             least_slot: a state of an earlier slot is refused.
 
         Returns:

@@ -1,7 +1,7 @@
 """What a checkpoint of low-communication training holds, beside the model and the state of the inner optimizers.
 
-The result of a round that is over, but that the model does not have yet, is in it, too. A round under way is not: it
-counts as missed. A checkpoint is read as a whole before anything of it is put in place.
+It includes the result of a finished round that the model does not have yet. A round in flight is not included; it
+counts as missed. A checkpoint is parsed as a whole before any of it is put in place.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _LENGTHS = ("sync_every", "target_batch_size")
 
 @dataclass(frozen=True)
 class SavedFragment:
-    """One fragment of a checkpoint, which fits the fragment of this peer."""
+    """One fragment of a checkpoint. It fits the fragment of this peer."""
 
     metadata: Mapping[str, Any]
     tensors: list[torch.Tensor]
     contribution: Contribution
     flight: Flight | None
-    """A round whose result the model did not have yet."""
+    """A finished round whose result the model did not have yet."""
     vector: torch.Tensor | None
-    """That result."""
+    """The result of that round."""
 
     def put_in_place(self, own: FragmentUpdates) -> None:
         """Continue from here. The tensors of the checkpoint are copied."""
@@ -45,17 +45,17 @@ class SavedFragment:
 
 @dataclass(frozen=True)
 class OuterCheckpoint:
-    """All of it."""
+    """The outer part of a checkpoint."""
 
     counter: SlotCounter
     """Where the peer was in its run."""
     fragments: list[SavedFragment]
     differences: str
-    """In what its run differs from this peer's, in words; empty if it does not."""
+    """How the settings of its run differ from this peer's, in words; empty if they do not."""
 
     @staticmethod
     def dump(counter: SlotCounter, average: str, fragments: Sequence[FragmentUpdates]) -> dict[str, Any]:
-        """Plain values and tensors, which are not copied.
+        """Dump everything as plain values and tensors. The tensors are not copied.
 
         Args:
             counter: where this peer is in its run.
@@ -73,10 +73,10 @@ class OuterCheckpoint:
     def parse(
         cls, state: Any, average: str, schedule: Schedule, fragments: Sequence[FragmentUpdates]
     ) -> OuterCheckpoint:
-        """Read what :meth:`dump` has made.
+        """Parse the result of :meth:`dump`.
 
         Raises:
-            ValueError: it does not fit this peer, or is none.
+            ValueError: it does not fit this peer, or is malformed.
         """
         try:
             if state["average"] != average:

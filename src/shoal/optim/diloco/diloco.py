@@ -1,4 +1,4 @@
-"""An optimizer for slow lines: each peer makes many inner steps of its own between two exchanges with the others."""
+"""An optimizer for slow connections: each peer makes many inner steps of its own between two exchanges with others."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ DEFAULT_COMPRESSION = Float16Compression()
 class DiLoCo(JointOptimizer):
     """Trains a model together with all peers of a run, and exchanges little.
 
-    Each peer makes inner steps on its own batches. After ``sync_every`` of them, each sends how far its parameters have
-    moved from the *outer* parameters, on which all agree. The mean is a gradient for the outer
-    optimizer. All peers take the same outer step and continue from the result.
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, it sends how far its parameters have
+    moved from the *outer* parameters, on which all agree. The mean is a gradient for the outer optimizer. All peers
+    take the same outer step and continue from the result.
 
     Args:
         dht: connected DHT of this peer.
@@ -80,24 +80,24 @@ class DiLoCo(JointOptimizer):
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
         fragments: exchange the parameters in this many fragments, one after another; or the parameters of each.
-        fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and train on
-            meanwhile. ``None``: as soon as it is there.
+        fragment_sync_delay: apply the result of an exchange only after this many further inner steps, and keep training
+            meanwhile. ``None``: apply it as soon as it is there.
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
         compression: codec of what peers send.
-        return_compression: codec of averages. Default: the same, or ``BlockwiseQuantization`` if that is coarse. Where
+        return_compression: codec of averages. Default: the same, or ``BlockwiseQuantization`` if that is coarse. If
             messages are short, reducers pass them on instead.
         error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
             with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
-        sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
+        sparse_mean: which peers the mean of a value is over, if not all have sent it: ``"senders"`` or ``"members"``.
         check_every: updates after which peers compare the bits of their outer parameters; the majority wins.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
         straggler_patience: for how many seconds the first peer that has made its steps waits for the others. Default:
             ``matchmaking_time``.
-        staleness: by how many versions a contribution is old, the factor that makes it smaller.
-        max_staleness: older contributions do not count.
+        staleness: a function that returns the factor for an old contribution, from its age in versions.
+        max_staleness: contributions older than this many versions do not count.
         share_inner_state: newcomers begin with the statistics of another peer's inner optimizers.
         matchmaking_time: for how many seconds a group waits for members that do not come.
         averaging_timeout: a round is given up after this many seconds.
@@ -111,8 +111,8 @@ class DiLoCo(JointOptimizer):
         client_mode: connect to others, but accept no connections; default: as in the DHT.
         auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
         model: the module that the parameters belong to. Its buffers, and its parameters that the optimizer does not
-            have, become extra tensors; archives name the parameters as this module does. Frozen parameters stay at
-            home: load the same in all peers.
+            have, become extra tensors; archives name the parameters as this module does. Frozen parameters are not
+            sent: load the same in all peers.
         aggregation: how the messages of all peers become one, as for :class:`~shoal.Optimizer`. ``None`` = their mean.
             It needs a codec whose averages are encoded again: not ``Blockwise4BitQuantization`` or ``TopKCompression``.
         frozen_base: names the frozen model beneath the parameters, as for :class:`~shoal.Optimizer`.
@@ -128,7 +128,7 @@ class DiLoCo(JointOptimizer):
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
-        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave the run in order, in seconds.
         verbose: log what happens at level INFO.
 
     Raises:
@@ -247,7 +247,7 @@ class DiLoCo(JointOptimizer):
     def _averagers(self) -> Sequence[tuple[DecentralizedAverager, bool]]:
         return [(self.averager, True)]
 
-    # --- its parts, which are others where a process has only a part of the model -------------------------------------
+    # --- its parts, which differ if a process has only a part of the model --------------------------------------------
 
     def _make_fragment(self, *args: Any) -> FragmentUpdates:
         return FragmentUpdates(*args)
@@ -324,11 +324,11 @@ class DiLoCo(JointOptimizer):
         slot = self.local_epoch
         with self._reporting.joint_work(), standby.standing_by(self):
             if self._slot_is_over() and not self._catching_up.is_needed():
-                self._batches.finish()  # others are about to hear that this peer is ready
+                self._batches.finish()  # before this peer tells others that it is ready
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
         if self.local_epoch != slot:
-            # Each slot ends with the round of one fragment, whose samples are those of as many slots as there are.
+            # The samples of a fragment's round are those of all slots since its previous round: one slot per fragment.
             done = self.last_round
             self._reporting.note_step(0.0 if done is None else done.samples / len(self._rounds.fragments))
         return loss
@@ -385,7 +385,7 @@ class DiLoCo(JointOptimizer):
 
     @property
     def position(self) -> int:
-        """Where schedules of the inner learning rate stand."""
+        """The position of schedules of the inner learning rate."""
         return self._rounds.counter.position
 
     def is_synchronized_with_peers(self) -> bool:
@@ -400,7 +400,7 @@ class DiLoCo(JointOptimizer):
         if self._retries.is_time():
             logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
             self._retries.note(succeeded=self._catching_up.run())
-        self.tracker.performance_ema.reset_timer()  # this batch is lost: its time is no part of that of the next one
+        self.tracker.performance_ema.reset_timer()  # this batch is lost: its time must not count for the next one
         return True
 
     def load_state_from_peers(self, **options: Any) -> bool:
@@ -418,7 +418,7 @@ class DiLoCo(JointOptimizer):
         self.inner.name_parameters(model)
 
     def load_state(self, state: State) -> None:
-        """Go on from a state as another peer would have given it, such as one from an archive.
+        """Continue from a state in the form that peers share, such as one from an archive.
 
         Raises:
             ValueError: it does not fit.
@@ -451,7 +451,7 @@ class DiLoCo(JointOptimizer):
     def show_outer_parameters(self) -> None:
         """Put the outer parameters into the model, until :meth:`show_own_parameters`.
 
-        For where a context does not fit, such as callbacks.
+        For callbacks, and other places where a context does not fit.
         """
         if self._set_aside is not None:
             return
@@ -462,7 +462,7 @@ class DiLoCo(JointOptimizer):
             each.fragment.write(each.state.values)
 
     def show_own_parameters(self) -> None:
-        """Put this peer's own parameters back into the model, with which it trains on."""
+        """Put this peer's own parameters back into the model, to continue training."""
         if self._set_aside is None:
             return
         for each, values in zip(self._rounds.fragments, self._set_aside, strict=True):
@@ -470,8 +470,8 @@ class DiLoCo(JointOptimizer):
         self._set_aside = None
 
     def outer_versions(self) -> list[tuple[Entry, bytes]]:
-        """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
-        tell the same hash."""
+        """For each fragment, the entry of its outer parameters and a hash of their bits. The same entry in two peers
+        implies the same hash."""
         return [(each.journal.newest, hash_of(bytes_of(each.state.values))) for each in self._rounds.fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
@@ -488,9 +488,9 @@ class DiLoCo(JointOptimizer):
         """A checkpoint from which this peer can resume the run. Save the model beside it.
 
         It is the state of the inner optimizer; with a list of them, ``"optimizers"`` has the state of each. Under
-        ``"shoal"`` it has the outer parameters with all that belongs to them, and the schedules. Nothing is waited for:
-        an exchange under way is not in it, and counts as missed when it is loaded. While the model holds the outer
-        parameters, its own ones are in it.
+        ``"shoal"`` it has the outer parameters with all that belongs to them, and the schedules. It does not wait for
+        an exchange in flight, which is not in it and counts as missed. While the model holds the outer parameters, its
+        own ones are in the checkpoint.
         """
         self._rounds.begin_run()
         outer = OuterCheckpoint.dump(self._rounds.counter, self.options.average, self._rounds.fragments)
@@ -533,7 +533,7 @@ class DiLoCo(JointOptimizer):
         return self.averager.is_alive()
 
     def _leave(self) -> None:
-        """Rounds in flight continue without this peer."""
+        """Leave the run. Rounds in flight continue without this peer."""
         try:
             self._catching_up.let_go()
             if self._auxiliary is not None:

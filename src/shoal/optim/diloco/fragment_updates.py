@@ -1,9 +1,9 @@
-"""One fragment at one peer: what it sends, how that counts, and how the result gets into the model.
+"""One fragment at one peer: its message, whether that counts, and how the result gets into the model.
 
 ::
 
-    begin ─► judge, for each group that is found ─► land ─► an entry of the journal, and the model
-                                                └─► give_up: what this peer has done counts next time
+    begin ─► judge, in each group that is found ─► land ─► an entry of the journal, and the model
+                                               └─► give_up: this peer's work counts next time
     make_up: updates of others that this peer has missed, in the order of their versions
 """
 
@@ -47,26 +47,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupFinding:
-    """What a peer finds when a group is complete, by what all members have stated."""
+    """What a peer concludes from the statements of all members when a group is complete."""
 
     standing: Relation = Relation.WITH
     """How its outer parameters compare with those of the group."""
     base: Entry | None = None
-    """What the round updates; ``None``: there is no update."""
+    """The version that the round updates; ``None``: there is no update."""
     counting: tuple[int, ...] = ()
-    """The positions of the members whose messages can count, as they say; the same at all members."""
+    """The positions of the members whose messages can count by their statements; the same at all members."""
     samples: int = 0
-    """Of all members."""
+    """Samples of all members."""
     done: tuple[int, ...] = ()
-    """What each member has done in the slot, as it says."""
+    """What each member claims to have done in the slot."""
     has_other_bits: bool = False
-    """Its outer parameters are not those of most members, although they are made of the same updates."""
+    """Its outer parameters differ from those of most members, although they are made of the same updates."""
 
     def has_most(self, weights: Sequence[float]) -> bool:
-        """Whether the messages of most members have counted; of two halves, the one with the first member.
+        """Whether the messages of most members have counted; in a tie, those of the half with the first member.
 
-        A round may be split, so that each side takes the other one for dead. Only one of them may make an update. Where
-        parameters are averaged, each peer has its own, and this is not asked.
+        A round may be split, so that each side takes the other for dead. Only one of them may make an update. If
+        parameters are averaged, each peer has its own, and no majority is needed.
         """
         counted = [n for n in self.counting if weights[n]]
         return not self.counting or 2 * len(counted) + (tuple(counted[:1]) == self.counting[:1]) > len(self.counting)
@@ -79,14 +79,14 @@ def look_at_group(
     before: Relation,
     heard_of: Entry | None,
 ) -> GroupFinding:
-    """Compare this peer's outer parameters with those of its group. Of a round that averages these.
+    """Compare this peer's outer parameters with those of its group. Not used if parameters are averaged.
 
     Args:
-        statements: of all members; ``None``: this one counts for nothing.
+        statements: of all members; ``None``: that member does not count.
         own: position of this peer.
         clients: positions of members from which nobody can download anything.
         before: how this peer stood before.
-        heard_of: the newest version that it lacks, by what groups have told.
+        heard_of: the newest version that it lacks, as far as it has heard in groups.
     """
     said = {n: each for n, each in enumerate(statements) if each is not None}
     told = {n: each.entries for n, each in said.items()}
@@ -101,8 +101,8 @@ def look_at_group(
     elif behind:
         standing = Relation.BEHIND
     elif heard_of is not None and base.version < heard_of.version:
-        # All members lack what others have: an update of what they have would be a second one. Or this peer has it by
-        # now, and its statement is older than that.
+        # All members lack a version that others have: their update would be a second one of the same base. Or this peer
+        # has got that version since it made its statement.
         return GroupFinding(Relation.BEHIND if before is Relation.WITH else before, None, counting)
     else:
         standing = Relation.WITH
@@ -114,11 +114,11 @@ class Outgoing:
     """The message of this peer in a round."""
 
     effort: Effort
-    """What is behind it."""
+    """The work behind it."""
     weight: float
     is_finite: bool = True
     sent: torch.Tensor | None = None
-    """The model's values when it was made; ``None``: they are not needed."""
+    """The model's values when the message was made; ``None``: they are not needed."""
     left_out: torch.Tensor | None = None
     """See :attr:`~shoal.optim.diloco.messages.Contribution.error`."""
 
@@ -130,7 +130,7 @@ class Flight:
     slot: int
     message: Outgoing
     left: int | None
-    """After this many further inner steps the result is applied; ``None``: as soon as it is there."""
+    """Inner steps until the result is applied; ``None``: as soon as it is there."""
     steps_since: int = 0
     """Inner steps since the message was made."""
     control: StepControl | None = None
@@ -138,16 +138,16 @@ class Flight:
     expected: Collection[PeerID] = ()
     """The peers that were expected when it began."""
     group: GroupFinding = GroupFinding()
-    """Of the latest group."""
+    """What the statements of the latest group showed."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
     known: Entry | None = None
-    """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
+    """The newest version that this peer lacks, as far as it has heard in groups; ``None``: it lacks none."""
     before: Relation = Relation.WITH
     """How this peer stood when the message was made."""
     began_at: float = field(default_factory=time.monotonic)
     saved: tuple[RoundResult | None, PeerID] | None = None
-    """From a checkpoint: the result, and this peer's id in the round, for it may have another one by now."""
+    """From a checkpoint: the result, and the id that this peer had in the round."""
 
     @property
     def standing(self) -> Relation:
@@ -156,7 +156,7 @@ class Flight:
 
     @property
     def weight(self) -> float:
-        """Of this peer's message."""
+        """The weight of this peer's message."""
         return self.message.weight
 
     @property
@@ -174,27 +174,27 @@ class OuterRound:
     slot: int
     fragment: int
     version: int
-    """Of the outer parameters after it."""
+    """The version of the outer parameters after it."""
     peers: tuple[PeerID, ...]
     weights: tuple[float, ...]
     staleness: int
-    """By how many versions this peer's contribution was old."""
+    """The age of this peer's contribution, in versions."""
     contributed: bool
     """Whether this peer's contribution counted."""
     share: float
-    """Of the vector that was averaged."""
+    """The share of the vector that was averaged."""
     seconds: float
     norm: float
-    """Of the mean pseudo-gradient."""
+    """The norm of the mean pseudo-gradient."""
     bytes_sent: int = 0
-    """Of the encoded values that this peer has sent to the others."""
+    """Bytes of encoded values that this peer has sent to the others."""
     bytes_received: int = 0
     samples: int = 0
-    """Of all members, since the last round of this fragment."""
+    """Samples of all members since the last round of this fragment."""
 
 
 class FragmentUpdates:
-    """A fragment, its outer parameters, and what this peer has done for their next update.
+    """A fragment, its outer parameters, and this peer's work for their next update.
 
     The training thread calls its methods, except for :meth:`judge`.
 
@@ -202,7 +202,7 @@ class FragmentUpdates:
         number: of the fragment.
         fragment: the parameters of the model.
         state: the outer parameters.
-        settings: how messages count and results are applied. All but the delay and the merge are the same in all peers.
+        settings: how messages count and results are applied; the same in all peers, except the delay and the merge.
         lock: held while outer parameters change, so that newcomers get whole states.
         own: id of this peer.
     """
@@ -219,25 +219,25 @@ class FragmentUpdates:
         self.number, self.fragment, self.state, self.settings = number, fragment, state, settings
         self._lock, self.own = lock, own
         self.contribution = Contribution(settings.messages, settings.error_feedback)
-        """What counts next time."""
+        """This peer's work since its last message that counted."""
         self.journal = Journal.begin(state.values, settings.max_staleness + 1)
-        """Its newest entry is that of the outer parameters."""
+        """Its newest entry is the version of the outer parameters."""
         self.vector = fragment.new_vector()
         """The message of this peer, which becomes the mean of all. Between two rounds it belongs to the training
         thread."""
         self.flight: Flight | None = None
         self.standing = Relation.WITH
-        """As the last round has shown. Never ``AHEAD``: the others follow."""
+        """How this peer stood in the last round. Never ``AHEAD``, because the others follow."""
         self.may_lack_updates = False
-        """Whether a round has failed here since others were asked for updates: they may have had it all the same."""
-        # The newest version that this peer lacked, by what its groups have told. Counts while it is behind.
+        """Whether a round has failed here since others were asked for updates. It may have succeeded for them."""
+        # The newest version that this peer lacked, as far as it has heard in groups. Counts while it is behind.
         self._known: Entry | None = None
-        # A round that has failed here. Its message may have counted all the same: the others' update tells that.
+        # A round that has failed here. Its message may have counted: the others' update will show it.
         self._unsure: Flight | None = None
 
     @property
     def _each_has_its_own(self) -> bool:
-        """Whether each peer has outer parameters of its own."""
+        """Whether each peer has outer parameters of its own, because parameters are averaged."""
         return self.settings.average == PARAMETERS
 
     def count(self, samples: int) -> None:
@@ -255,7 +255,7 @@ class FragmentUpdates:
         """Write the message of this peer into the vector. The round may begin.
 
         Args:
-            least_steps: with fewer inner steps behind it the message does not count.
+            least_steps: the message does not count if it has fewer inner steps behind it.
         """
         assert self.flight is None, "a fragment has at most one round at a time"
         own, settings, vector = self.contribution, self.settings, self.vector
@@ -298,7 +298,7 @@ class FragmentUpdates:
         newest, every = self.journal.newest, self.settings.check_every
         is_compared = newest.version and newest.version % every == 0 and not self._each_has_its_own
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
-        # No samples: this message will not count, and is not missed when it is asked whether most have counted.
+        # Without samples, this message does not count, and is not missed in the majority.
         effort = self.contribution.effort if self.flight is None or self.flight.weight else Effort()
         entries = self.journal.entries
         return OuterStatement(entries, effort.steps, effort.samples, expected, digest, done, self.heard_of)
@@ -310,8 +310,8 @@ class FragmentUpdates:
         group_id: bytes = b"",
         clients: Collection[int] = (),
     ) -> bool:
-        """Decide whether this peer's message counts. Called in the event loop when the group is complete, so it reads
-        and changes nothing but the flight.
+        """Decide whether this peer's message counts. Called in the event loop when the group is complete, so it changes
+        nothing but the flight.
 
         Args:
             statements: of all members.
@@ -320,7 +320,7 @@ class FragmentUpdates:
             clients: positions of members from which nobody can download anything.
 
         Raises:
-            AllreduceException: too few members have come for an update that all will have.
+            AllreduceException: too few members have come for an update that most of the run will have.
         """
         flight = self.flight
         if flight is None or statements[own] is None:
@@ -339,7 +339,7 @@ class FragmentUpdates:
         if found.standing is Relation.BEHIND and found.base is not None:
             flight.known = max(found.base, flight.known or found.base)
         elif found.standing is Relation.ELSEWHERE and found.base is not None:
-            flight.known = found.base  # what it has heard of before is not of the winning branch
+            flight.known = found.base  # the version that it had heard of is on a branch that has lost
         if found.standing is not Relation.WITH:
             return False
         flight.attempts.add(group_id)
@@ -347,7 +347,7 @@ class FragmentUpdates:
 
     @property
     def heard_of(self) -> Entry | None:
-        """The newest version that this peer lacks, by what groups have told; ``None``: it lacks none."""
+        """The newest version that this peer lacks, as far as it has heard in groups; ``None``: it lacks none."""
         flight, standing = self.flight, self.standing
         known = flight.known if flight is not None else None if standing is Relation.WITH else self._known
         standing = standing if flight is None or flight.standing is Relation.WITH else flight.standing
@@ -357,7 +357,7 @@ class FragmentUpdates:
     # --- the result ---------------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """The round has failed: all is as it was, and what this peer has done counts next time."""
+        """The round has failed. Nothing changes, and this peer's work counts next time."""
         flight, self.flight = self.flight, None
         self.may_lack_updates = not self._each_has_its_own
         if flight is not None and flight.standing is not Relation.WITH:
@@ -371,11 +371,11 @@ class FragmentUpdates:
         """Make the outer update, and bring it into the model.
 
         Args:
-            result: of the round, whose mean is in the vector. ``None``: this peer is alone, and its own message is
-                there.
+            result: of the round, whose mean is in the vector. ``None``: this peer is alone, and the vector is its own
+                message.
 
         Returns:
-            ``None`` if there is nothing that all members have: then nothing has changed.
+            ``None`` if there is no result that all members have: then nothing has changed.
         """
         flight, vector = self.flight, self.vector
         assert flight is not None, "there is no round whose result could be applied"
@@ -398,13 +398,13 @@ class FragmentUpdates:
             self.give_up()
             if flight.standing is Relation.BEHIND and flight.group.base is not None:
                 self._keep_for_later(flight.group, vector if is_whole and all_finite(vector) else None, result)
-                self.make_up()  # it may have what it lacked by now
+                self.make_up()  # the updates that it lacked may have arrived
             return None
         mean = self.state.values - vector if self._each_has_its_own else vector
         norm = float(torch.linalg.vector_norm(mean))
         if result is None:
-            # With the norm: a peer that continues from an older checkpoint comes to this slot again, with another
-            # update.
+            # With the norm, because a peer that continues from an older checkpoint comes to this slot again, but makes
+            # another update.
             round_id = own.to_bytes() + flight.slot.to_bytes(8) + struct.pack("d", norm)
             samples, names, contributed = message.effort.samples, b"", flight.weight > 0
             members, share, traffic = {own: flight.weight}, 1.0, (0, 0)
@@ -444,7 +444,7 @@ class FragmentUpdates:
     def _step(self, mean: torch.Tensor, round_id: bytes, samples: int, names: bytes) -> None:
         self._unsure, last = None, self.journal.newest
         update, left_alone = None, list[slice]()
-        if not self._each_has_its_own:  # there, a layer that nobody trains may still differ between peers
+        if not self._each_has_its_own:  # peers' own parameters may differ even in a layer that nobody trains
             update = Update(last.version + 1, last.hash, round_id, samples, packed(mean), names)
             left_alone = self.fragment.unchanged(mean)
         with torch.enable_grad():
@@ -453,12 +453,12 @@ class FragmentUpdates:
 
     def _merge(self, message: Outgoing, steps_since: int) -> None:
         self.settings.merge.apply(self.fragment, self.state.values, message.sent if steps_since else None)
-        # What was done since the message was made is part of the next one, if the model has kept it as it is.
+        # Work since the message was made is part of the next one, if the model has kept it as it is.
         left = self.contribution.effort - message.effort
         self.contribution.effort, self.contribution.age = left if self.settings.merge.is_rebase else Effort(), 0
 
     def reset_model(self) -> None:
-        """Put the outer parameters into the model; what this peer has done since is lost."""
+        """Put the outer parameters into the model; this peer's work since is lost."""
         self.fragment.write(self.state.values)
         self.contribution.forget()
         self._unsure = None
@@ -492,14 +492,14 @@ class FragmentUpdates:
     def take_over(self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], *, is_new: bool) -> int:
         """Take over a state that :meth:`check` has passed, unless this peer's own one is as new.
 
-        A peer that only lacks updates keeps what it has done, and makes it up in the next round. One of another branch
-        starts over.
+        A peer that only lacks updates keeps its work, which counts in the next round. A peer of another branch starts
+        over.
 
         Args:
             is_new: this peer has done nothing yet.
 
         Returns:
-            How many versions of its own it has given up.
+            How many of its own versions it has given up.
         """
         theirs, own = parse_entries(metadata["chain"]), self.journal.entries
         has_lost, self.standing = self.standing is Relation.ELSEWHERE, Relation.WITH
@@ -522,7 +522,7 @@ class FragmentUpdates:
         return given_up
 
     def remember(self) -> Callable[[], None]:
-        """Returns what puts all back as it is now, the model included. Kept updates do not come back."""
+        """Return a function that restores the present state, including the model, but not the kept updates."""
         local, (metadata, tensors) = self.fragment.read(), self.state.dump()
         tensors, entries, contribution = copies_of(tensors), self.journal.entries, replace(self.contribution)
         lacks = self.standing, self._known, self._unsure
@@ -538,7 +538,7 @@ class FragmentUpdates:
 
     @property
     def lacks_updates(self) -> bool:
-        """Whether others have updates that this peer lacks. It is known as soon as a group is complete."""
+        """Whether others have updates that this peer lacks. The peer learns that as soon as a group is complete."""
         flight = self.flight
         if flight is not None and flight.standing is Relation.BEHIND:
             return flight.group.base is not None and flight.group.base.version > self.state.version
@@ -554,16 +554,16 @@ class FragmentUpdates:
 
     @torch.no_grad()
     def make_up(self, updates: Sequence[Update] = ()) -> int:
-        """Make updates that this peer has missed. What it has done since its last contribution counts next time.
+        """Make updates that this peer has missed. Its work since its last contribution counts next time.
 
         Args:
-            updates: from others. Those that do not continue this peer's own ones are left out.
+            updates: from others. Those that do not continue this peer's own version are left out.
 
         Returns:
             How many were made.
 
         Raises:
-            ValueError: something does not fit. Updates before it have been made.
+            ValueError: an update does not fit. Those before it have been made.
         """
         before, flight = self.state.version, self.flight
         if self.is_being_updated:
@@ -572,7 +572,7 @@ class FragmentUpdates:
         if flight is not None and flight.control is not None and flight.standing is Relation.WITH:
             if not any(map(self.journal.continues, updates)):
                 return 0
-            flight.control.cancel()  # it looks for a group to update what the others no longer have
+            flight.control.cancel()  # the others have moved on from the version that it would update
             self.give_up()
             self.may_lack_updates = False
         self.journal.receive(updates)
@@ -592,7 +592,7 @@ class FragmentUpdates:
             own.error = unsure.message.left_out
             if unsure.message.sent is None:
                 self._merge(unsure.message, unsure.steps_since)
-            else:  # the model has moved on since, whatever the merge policy is
+            else:  # the model has moved on since, under any merge policy
                 shift(self.fragment, self.fragment.rounded(self.state.values), unsure.message.sent)
                 own.effort, own.age = own.effort - unsure.message.effort, 0
         elif own.effort.steps:
@@ -602,7 +602,7 @@ class FragmentUpdates:
             self.fragment.write(self.state.values)
 
     def _keep_for_later(self, group: GroupFinding, mean: torch.Tensor | None, result: RoundResult | None) -> None:
-        """This peer has come to a round without what the round updates: keep the result until it has that."""
+        """Keep the result of a round whose base version this peer lacks, until it has that version."""
         known = group.base
         assert known is not None
         if mean is not None and result is not None:

@@ -47,17 +47,17 @@ class Fragment:
 
     parameters: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
-    """Where each parameter begins in the vector. What lies between two of them is zero."""
+    """Where each parameter begins in the vector. Values between two parameters are zero."""
     length: int
-    """Of the vector."""
+    """The length of the vector."""
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor], block: int = 1) -> Fragment:
         """Lay parameters out in a vector, in their order.
 
         Args:
-            block: codecs encode this many values together. A parameter with at least that many begins at a multiple of
-                it, so that its blocks hold no values of others; smaller ones follow each other.
+            block: codecs encode this many values together. A parameter of at least that size begins at a multiple of
+                it, so that its blocks hold no values of others. Smaller ones are packed.
         """
         parameters, offsets, end = tuple(parameters), [], 0
         for parameter in parameters:
@@ -78,7 +78,7 @@ class Fragment:
         ]
 
     def unchanged(self, mean: torch.Tensor) -> list[slice]:
-        """Where in a vector the parameters are that nobody has trained: their part of the mean change is zero."""
+        """The slices of the parameters that nobody has trained: their part of the mean change is zero."""
         places = [slice(n, n + p.numel()) for n, p in zip(self.offsets, self.parameters, strict=True)]
         return [place for place in places if not mean[place].any()]
 
@@ -110,10 +110,10 @@ class Fragments(Sequence[Fragment]):
     """All trained parameters, each in exactly one fragment.
 
     Args:
-        parameters: those that the inner optimizers train. One that is given twice counts once, and one without
-            gradients or values not at all.
+        parameters: those that the inner optimizers train. Duplicates count once. Parameters without gradients or values
+            do not count.
         fragments: how many fragments of about the same size; or for each fragment, the parameters that belong to it.
-            Parameters that no fragment names go where there is least.
+            Parameters that no fragment names go to the smallest ones.
         block: how many values codecs encode together, see :meth:`Fragment.of`.
 
     Raises:
@@ -150,7 +150,8 @@ class Fragments(Sequence[Fragment]):
 
     @property
     def fingerprint(self) -> str:
-        """Peers whose fragments have other parameters, or the same ones elsewhere, have another one."""
+        """A hash of the layout. It differs if peers have other parameters in a fragment, or the same at other
+        places."""
         layout = ";".join(f"{each.offsets}:{each.length}" for each in self._fragments)
         return hashlib.sha256(f"{self._description}|{layout}".encode()).hexdigest()[:16]
 
@@ -164,7 +165,7 @@ def divide(
 
     Args:
         all_parameters: those of the inner optimizers, each once.
-        trained: those of them that are exchanged.
+        trained: the exchanged ones of these.
         fragments: see :class:`Fragments`.
 
     Raises:
@@ -232,15 +233,15 @@ def strided_fragments(modules: Iterable[torch.nn.Module], fragments: int) -> lis
 
 
 ROLE = TensorRole.UNSPECIFIED
-"""Of their vector. That of a fragment is for gradients."""
+"""The role of the vector of extra tensors. That of a fragment's vector is for gradients."""
 
 
 class ExtraTensors:
-    """Some tensors, which go with the rounds of the first fragment as one flat vector of float32 numbers.
+    """Some tensors that are averaged in the rounds of the first fragment, as one flat vector of float32 numbers.
 
     Args:
         tensors: in the same order at all peers.
-        trained: the parameters that are exchanged anyhow.
+        trained: the parameters that are exchanged anyway.
 
     Raises:
         TypeError, ValueError: they cannot be averaged.
@@ -267,7 +268,7 @@ class ExtraTensors:
 
     @property
     def length(self) -> int:
-        """Of the vector."""
+        """The length of the vector."""
         return self._fragment.length
 
     def read(self, vector: torch.Tensor | None = None) -> torch.Tensor:
@@ -293,7 +294,8 @@ class ExtraTensors:
                 raise ValueError(f"the extra tensors are not {self.length} finite numbers")
 
     def codec(self, of_fragments: CompressionBase) -> CompressionBase:
-        """The codec of all vectors, if fragments have this one. These values lose nothing: nobody keeps the rest."""
+        """The codec of all vectors, with this one for fragments. Extra tensors are sent without loss, because nobody
+        keeps an error for them."""
         return RoleAdaptiveCompression(gradient=of_fragments, default=OneResult(NoCompression()))
 
 
@@ -302,15 +304,15 @@ REBASE = "rebase"
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """The rule.
+    """How new outer parameters are merged into the model.
 
     Raises:
-        ValueError: there is no such rule.
+        ValueError: there is no such policy.
     """
 
     alpha: float | str
-    """The weight of the local values: 0 replaces them, 1 leaves the model alone. ``"rebase"``: the model moves by what
-    the exchange has changed, and keeps the progress that it has made meanwhile."""
+    """The weight of the local values: 0 replaces them, 1 leaves the model alone. ``"rebase"`` adds the change that the
+    exchange has made, so that the model keeps its progress since."""
 
     def __post_init__(self) -> None:
         if self.alpha == REBASE:
@@ -321,10 +323,10 @@ class MergePolicy:
 
     @classmethod
     def choose(cls, alpha: float | str | None, delay: int | None) -> MergePolicy:
-        """The user's rule, or by default the one that suits.
+        """The user's policy, or the default.
 
         Args:
-            alpha: the rule; ``None``: the default.
+            alpha: of the policy; ``None``: the default.
             delay: the inner steps between sending and applying; ``None``: as many as the exchange takes.
         """
         if alpha is None:
@@ -333,7 +335,7 @@ class MergePolicy:
 
     @property
     def is_rebase(self) -> bool:
-        """Whether local progress since sending is kept as it is."""
+        """Whether local progress since sending is kept in full."""
         return self.alpha == REBASE
 
     @torch.no_grad()
@@ -342,7 +344,7 @@ class MergePolicy:
 
         Args:
             outer: the outer parameters.
-            sent: the parameters of the model when they were sent; ``None``: they are the same now. Only ``"rebase"``
+            sent: the model's parameters when they were sent; ``None``: they have not changed since. Only ``"rebase"``
                 needs them.
         """
         if self.alpha == 0 or (self.is_rebase and sent is None):
@@ -368,15 +370,14 @@ OuterOptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
 class SteadySGD(torch.optim.SGD):
-    """SGD whose step is made of operations that round once.
+    """SGD whose step has the same bits on all machines, as all peers must.
 
-    Torch's own step fuses multiplications and additions on some processors and not on others. All peers must end each
-    step with the same bits, whatever their machines.
+    Torch's own step fuses multiplications and additions on some processors and not on others.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make a step with the gradients that the parameters have. There is no loss to evaluate again."""
+        """Make a step with the gradients that the parameters have. A closure is refused: there is no loss."""
         assert closure is None, "an outer step has no loss that a closure could compute"
         for group in self.param_groups:
             rate, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
@@ -403,12 +404,12 @@ class SteadySGD(torch.optim.SGD):
 
 
 def default_outer_optimizer(average: str, *, is_sparse: bool = False) -> OuterOptimizerFactory:
-    """What is used unless the user chooses.
+    """The outer optimizer unless the user chooses one.
 
     Args:
-        average: what peers average, ``"pseudo_gradients"`` or ``"parameters"``. With the latter much momentum ruins
+        average: what peers average, ``"pseudo_gradients"`` or ``"parameters"``. With the latter, high momentum ruins
             training.
-        is_sparse: peers send few values only. These come late, and momentum would carry them further.
+        is_sparse: peers send only few values, which are late; momentum would carry them further.
     """
     if average == "parameters":
         return partial(torch.optim.SGD, lr=0.7, momentum=0.5)
@@ -417,13 +418,13 @@ def default_outer_optimizer(average: str, *, is_sparse: bool = False) -> OuterOp
     return partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-# With more of it, averaging parameters and sparse messages have trained worse than one peer alone: measured by
-# benchmarks/low_communication.py.
+# With more momentum than this, averages of parameters and sparse messages trained worse than one peer alone: measured
+# by benchmarks/low_communication.py.
 MOST_MOMENTUM = 0.5
 
 
 def warn_of_momentum(optimizers: Iterable[torch.optim.Optimizer], average: str, *, is_sparse: bool) -> None:
-    """Warn once of more momentum than this way of averaging can take."""
+    """Warn once of more momentum than this way of averaging tolerates."""
     most = max((group.get("momentum", 0.0) for each in optimizers for group in each.param_groups), default=0.0)
     if most > MOST_MOMENTUM and (is_sparse or average == "parameters"):
         logger.warning(
@@ -462,13 +463,13 @@ def make_outer_optimizer(factory: OuterOptimizerFactory, parameter: torch.Tensor
 class OuterState:
     """Outer parameters of a fragment, which an outer optimizer moves.
 
-    They are float32 numbers on the CPU, whatever the model's are, and have gradients of their own: the model's
-    gradients are never touched.
+    They are float32 numbers on the CPU for any type of model, and have gradients of their own: the model's gradients
+    are never touched.
 
     Args:
         values: the outer parameters at the beginning of the run; taken over, not copied.
         factory: makes the outer optimizer.
-        make_schedule: makes a schedule of its learning rate over versions; ``None``: the rate stays.
+        make_schedule: makes a schedule of its learning rate over versions; ``None``: the rate is constant.
 
     Raises:
         TypeError, ValueError: one of them makes something else.
@@ -497,8 +498,8 @@ class OuterState:
 
         Args:
             mean: the mean of the peers' pseudo-gradients; it points away from where the peers have moved.
-            left_alone: where parameters are that nobody has trained. These and their statistics stay as they are, as
-                in torch those of parameters without gradients do.
+            left_alone: slices of parameters that nobody has trained. These and their statistics stay as they are, as
+                for parameters without gradients in torch.
         """
         per_value = [self.values] + [
             statistic

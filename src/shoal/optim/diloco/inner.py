@@ -26,7 +26,7 @@ from shoal.optim.setup.training_state import load_optimizer
 if TYPE_CHECKING:
     from shoal.optim.grad_scaler import GradScaler
 
-# Where a checkpoint has the states of a list of optimizers.
+# The key of a checkpoint under which the states of a list of optimizers are.
 _LIST = "optimizers"
 
 InnerOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -40,7 +40,7 @@ def without_statistics(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class InnerOptimizers:
-    """One optimizer or several ones, such as one for matrices and one for everything else.
+    """One or several optimizers, such as one for matrices and one for everything else.
 
     Args:
         optimizer: an optimizer, a list of them, or a function that makes one from parameter groups.
@@ -74,11 +74,11 @@ class InnerOptimizers:
         self.parameters = tuple(parameter for setup in setups for parameter in setup.main_parameters)
         names = [setup.given_names for setup in setups]
         self.names = tuple(itertools.chain(*names)) if all(names) else ()
-        """Of the parameters, for archives; empty if they came without names."""
+        """Names of the parameters, for archives; empty if they came without names."""
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise ValueError("a parameter is trained by two optimizers: give each of them its own")
         self._missing = MissingGradients()
-        # Their positions: no fragment has them.
+        # Positions of the frozen parameters, which are in no fragment.
         self._frozen = [n for n, parameter in enumerate(self.parameters) if not parameter.requires_grad]
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -124,13 +124,13 @@ class InnerOptimizers:
         return True
 
     def move_schedules(self, position: int) -> None:
-        """Bring the schedules to where the run is. They never go back."""
+        """Bring the schedules forward to the position of the run. They never go back."""
         for scheduler in self.schedulers:
             catch_up(scheduler, position)
 
     @torch.no_grad()
     def forget_what_is_not_finite(self) -> None:
-        """Replace statistics that are not finite by zeros."""
+        """Replace the values of statistics that are not finite by zeros."""
         for optimizer in self.optimizers:
             for statistics in optimizer.state.values():
                 for value in statistics.values():
@@ -168,7 +168,7 @@ class InnerOptimizers:
             load_optimizer_state(*part)
 
     def dump_schedules(self) -> list[Any]:
-        """Where each schedule stands, as plain values."""
+        """The state of each schedule, as plain values."""
         return [dump_scheduler_state(scheduler) for scheduler in self.schedulers]
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class InnerOptimizers:
         return {_LIST: states} if self.is_list else states[0]
 
     def load_state_dict(self, given: Mapping[str, Any], schedules: Sequence[Any] | None) -> None:
-        """Take over what :meth:`state_dict` has made, or the state of a plain optimizer.
+        """Restore the result of :meth:`state_dict`, or the state of a plain optimizer.
 
         Args:
             given: it is not changed.

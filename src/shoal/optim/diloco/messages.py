@@ -1,18 +1,18 @@
-"""What peers send each other about updates: messages, and how much they count; what they state and ask for.
+"""What peers send each other about updates: messages and their weights, statements, and requests.
 
-A lossy codec sends less than the peer wants to. With *error feedback* the rest is kept, shrinks by a factor, and is
-added to what the peer wants to send next time::
+A lossy codec sends less than the peer wants to. With *error feedback* the rest is kept, multiplied by a factor, and
+added to the next message::
 
     wanted = feedback * error + difference
     sent = what others decode of the codec's bytes of ``wanted``
     error = wanted - sent, but only where the message has counted
 
-Codecs work on a fixed grid of blocks, so the peer knows before a round begins what others will read, whichever group it
-finds, and however the group divides the vector. A round that fails changes nothing.
+Codecs work on a fixed grid of blocks, so the peer knows before a round what others will decode, no matter which group
+it finds and how the group divides the vector. A failed round changes nothing.
 
 Before a round each member states which versions it has (:class:`OuterStatement`). A peer that lacks a few updates asks
-others for their means, which are small beside the outer parameters with their momentum, and makes these updates itself.
-A download that takes longer than a slot is made up for in the same way.
+others for their means and makes these updates itself; means are small beside the outer parameters and their momentum.
+After a download that took longer than a slot, it makes up for the updates since in the same way.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from shoal.compression import Blockwise4BitQuantization, CompressionBase, Compre
 from shoal.optim.history.journal import HASH_BYTES, MOST, Count, Entry, Hash, Update, hash_of, parse_entries
 
 STATISTICS = b"inner"
-"""The name of the part of the state that has the statistics of the inner optimizers."""
+"""The name of the part of the state with the statistics of the inner optimizers."""
 EXTRA = b"extra"
-"""That of the part that has the extra tensors."""
+"""The name of the part with the extra tensors."""
 
 Staleness = Callable[[int], float]
-"""By how many versions a pseudo-gradient is old, the factor by which it is made smaller."""
+"""Returns the factor for a pseudo-gradient, from its age in versions."""
 
 WEIGHTINGS = ("batch", "samples")
 
 PARAMETERS = "parameters"
 AVERAGES = ("pseudo_gradients", PARAMETERS)
-"""What rounds may average."""
+"""Values of the option ``average``: what rounds average."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Effort:
     def weight(self, weighting: str) -> float:
         """The weight in the mean.
 
-        A pseudo-gradient is a sum over steps. So every sample counts the same if the weight is the mean batch: samples
-        by steps. ``"samples"`` favours fast peers twice, as it is usual in federated averaging.
+        A pseudo-gradient is a sum over steps. So every sample counts the same if the weight is the mean batch size,
+        samples / steps. ``"samples"`` favours fast peers twice, as is usual in federated averaging.
         """
         if self.steps == 0:
             return 0.0
@@ -75,7 +75,7 @@ class Effort:
 
 
 def usual_staleness(versions: int) -> float:
-    """The discount unless the user has another one: one by the square root of one more than the age."""
+    """The default discount: 1 / √(1 + age)."""
     return 1 / math.sqrt(1 + versions)
 
 
@@ -94,7 +94,7 @@ def discount(staleness: Staleness, versions: int) -> float:
 
 
 def default_feedback(codec: CompressionBase) -> float:
-    """The factor that suits a codec. The fewer values it sends, the older grows what is left."""
+    """The feedback factor that suits a codec. The fewer values it sends, the older the error becomes."""
     if codec.sparse:
         return 0.95
     return 1.0 if isinstance(codec, Blockwise4BitQuantization) else 0.0
@@ -102,19 +102,19 @@ def default_feedback(codec: CompressionBase) -> float:
 
 @dataclass
 class Contribution:
-    """What this peer has done for the next update of a fragment, since its last message that has counted."""
+    """This peer's work for the next update of a fragment, since its last message that counted."""
 
     codec: CompressionBase
-    """Of messages."""
+    """The codec of messages."""
     feedback: float = 0.0
     """The share of :attr:`error` that is added to the next message; 0: no error is kept."""
     effort: Effort = Effort()
     age: int = 0
-    """By how many versions the outer parameters have moved meanwhile."""
+    """By how many versions the outer parameters have advanced since then."""
     is_fresh: bool = False
     """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
     error: torch.Tensor | None = None
-    """What messages that have counted have left out; ``None``: nothing."""
+    """What counted messages have left out; ``None``: nothing."""
 
     def count(self, samples: int) -> None:
         """An inner step has been made with this many samples; 0: it has not moved the model."""
@@ -127,8 +127,7 @@ class Contribution:
 
         Args:
             vector: the difference, finite float32 values on the CPU. It becomes the message.
-            factor: the message is made smaller by this, because it is old. What others decode of it counts as the whole
-                of what is sent.
+            factor: the discount of an old message. What it takes away does not count as left out.
 
         Returns:
             What the message leaves out, to become :attr:`error` if it counts; ``None``: no error is kept.
@@ -138,7 +137,7 @@ class Contribution:
                 vector.mul_(factor)
             return None
         if self.error is not None:
-            # Rounded twice, as everywhere in rounds: fused operations differ between machines.
+            # Not fused, as everywhere in rounds: fused operations round differently on different machines.
             vector.add_(self.error * self.feedback)
         left = vector.clone()
         if factor != 1:
@@ -153,19 +152,19 @@ class Contribution:
 
 # --- updates ----------------------------------------------------------------------------------------------------------
 
-# Bytes of a hash that name a member of a round: no two members of a run have the same ones. And the most bytes of names
-# in an update: those of 8,192 members.
+# A member of a round is named by this many bytes of a hash. Chosen: no two members of a run share a name. An update
+# holds at most this many bytes of names: those of 8,192 members.
 _NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 
 
 def has_counted(update: Update, peer: bytes) -> bool:
-    """Whether the message of a peer has counted in an update."""
+    """Whether the message of a peer counted in an update."""
     name = _name(peer)
     return any(update.names[n : n + _NAME_BYTES] == name for n in range(0, len(update.names), _NAME_BYTES))
 
 
 def who_counted(result: RoundResult) -> bytes:
-    """Short names of the members whose messages are in a result, in a row; the same at all members."""
+    """The short names, concatenated, of the members whose messages are in a result; the same at all members."""
     weights = zip(result.peers, result.weights, strict=True)
     return b"".join(_name(peer.to_bytes()) for peer, weight in weights if weight)[:_MOST_BYTES_OF_NAMES]
 
@@ -175,12 +174,12 @@ def _name(peer: bytes) -> bytes:
 
 
 def packed(mean: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A copy of a mean that takes less memory, if it can do so without any loss.
+    """A lossless copy of a mean that takes less memory, if possible.
 
-    Averages that were sent in half precision fit into it. Of sparse ones the positions and values are enough.
+    Averages that were sent in half precision fit into it. Sparse ones are kept as positions and values.
     """
     bits = mean.view(torch.int32)
-    positions = bits.nonzero().flatten()  # not of the values: a negative zero is another value than zero
+    positions = bits.nonzero().flatten()  # of the bits, because a negative zero must survive
     if 2 * len(positions) * mean.element_size() < mean.numel() * 2:
         return positions.to(torch.int32), mean[positions]
     for narrow in (torch.float16, torch.bfloat16):
@@ -191,7 +190,7 @@ def packed(mean: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """The mean again, to the bit.
+    """The mean that :func:`packed` was given, bit by bit.
 
     Raises:
         ValueError: this is no mean of that many values.
@@ -219,7 +218,7 @@ def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
 
 
 class OuterStatement(msgspec.Struct, frozen=True):
-    """What a member of a round says about its outer parameters."""
+    """A member's statement about its outer parameters before a round."""
 
     entries: tuple[Entry, ...]
     steps: Count = 0
@@ -228,19 +227,19 @@ class OuterStatement(msgspec.Struct, frozen=True):
     expected: Count = 1
     """How many members it expects, itself included."""
     digest: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)] = b""
-    """A hash of the bits of its outer parameters of the newest version; empty: it tells none this time."""
+    """A hash of the bits of its newest outer parameters; empty if they are not compared in this round."""
     done: Count = 0
-    """What it has done in the slot: inner steps, or samples if slots are counted in these."""
+    """What it has done in the slot: inner steps, or samples if slots are counted in samples."""
     known: Entry | None = None
     """The newest version that it has heard of in a group and still lacks; ``None``: it lacks none."""
 
     def dump(self) -> Any:
-        """Plain values."""
+        """The statement as plain values."""
         return msgspec.to_builtins(self, builtin_types=(bytes,))
 
     @classmethod
     def parse(cls, value: object) -> OuterStatement | None:
-        """Read what a member has said; ``None`` if it makes no sense."""
+        """Read a member's statement; ``None`` if it is malformed."""
         try:
             said = msgspec.convert(value, cls)
             parse_entries(said.entries)
@@ -250,9 +249,9 @@ class OuterStatement(msgspec.Struct, frozen=True):
 
 
 def has_other_bits(statements: Sequence[OuterStatement | None], own: int, clients: Collection[int] = ()) -> bool:
-    """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
+    """Whether a member's outer parameters have the same version as those of most others, but other bits.
 
-    As many members with either: those with the smaller digest are right. Bits that only clients have are never right.
+    In a tie, the members with the smaller digest are right. Bits that only clients have are never right.
 
     Args:
         statements: of all members, in order.
@@ -277,10 +276,10 @@ class Wanted(NamedTuple):
     """What a peer asks others for, of one fragment."""
 
     version: int
-    """All updates that come after this one."""
+    """It asks for all updates after this one."""
     known: Entry | None = None
-    """The newest one that groups have told of. A donor that has nothing after ``version`` then refuses, so that it has
-    no vote."""
+    """The newest update that it has heard of in groups. If it is given, a donor that has nothing after ``version``
+    refuses, and so has no vote."""
 
 
 def request_for(wanted: Mapping[int, Wanted]) -> bytes:
@@ -289,7 +288,7 @@ def request_for(wanted: Mapping[int, Wanted]) -> bytes:
 
 
 def parse_request(part: bytes, fragments: int) -> dict[int, Wanted]:
-    """Read what :func:`request_for` has made. A malformed request asks for nothing."""
+    """Decode the bytes of :func:`request_for`. A malformed request asks for nothing."""
     try:
         listed = msgspec.convert(MSGPackSerializer.loads(part), list[tuple[Count, Count, Entry | None]])
     except (msgspec.ValidationError, ValueError):
@@ -323,10 +322,10 @@ def answer(found: Mapping[int, Iterable[Update]]) -> OwnedState:
 
 
 def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], fragments: int) -> dict[int, list[Update]]:
-    """Read what :func:`answer` has made: for some fragments, updates that follow each other.
+    """Decode what :func:`answer` returned: for some fragments, consecutive updates.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: it is malformed.
     """
     try:
         described = msgspec.convert(metadata, _Found).updates

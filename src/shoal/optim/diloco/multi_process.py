@@ -50,8 +50,9 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     The processes may also share the model, with ``fully_shard`` (FSDP2). Then each process makes inner steps with its
     part, has outer parameters of it, and exchanges it with the process of the same rank in other peers. So all peers
-    must have equally many processes, each of them a DHT of its own, and ``optimizer`` must be a function, given with
-    ``params``. No process ever holds the whole model. ``docs/sharded.md`` has a program, and says what this takes.
+    must have the same number of processes, each process needs a DHT of its own, and ``optimizer`` must be a function,
+    given with ``params``. No process ever holds the whole model. ``docs/sharded.md`` has an example and the
+    requirements.
 
     Args:
         dht: DHT of the first process; ``None`` in the others. If they share the model, each has one.
@@ -61,8 +62,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
         options: further options of :class:`~shoal.DiLoCo`.
 
     Raises:
-        ValueError: there is no process group, models differ, or options contradict each other, or do not go together
-            with parameters that are sharded.
+        ValueError: there is no process group, models differ, or options contradict each other or do not fit sharded
+            parameters.
         ProcessGroupError: another process has ended.
     """
 
@@ -77,8 +78,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
             super().__init__(optimizer=optimizer, params=params, **options)
 
     _part: ProcessDiLoCo | None = None
-    """In each process, what has its part of the model, if the processes share it."""
-    # In all processes together.
+    """This process's part of the model, if the processes share it."""
+    # Of all processes together.
     _samples_of_step = 0
     # The model holds the outer parameters until the outermost context ends.
     _is_in_context = False
@@ -127,7 +128,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         """In the first process, the optimizer that makes the inner steps; in the others, one that never does. If they
         share the model, each has one that steps its part.
 
-        Of several ones the first one.
+        If there are several optimizers, this is the first one.
         """
         return self._inner_optimizers.optimizers[0]
 
@@ -146,7 +147,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
 
     @property
     def position(self) -> int:
-        """Where schedules of the inner learning rate stand."""
+        """The position of schedules of the inner learning rate."""
         return self.news.position if self.swarm is None else int(self.swarm.position)
 
     @property
@@ -246,7 +247,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        """The constructor, if the processes share the model."""
+        """The rest of the constructor, if the processes share the model."""
         check_options(optimizer, options)
         processes, self._parameters = Processes(process_group, main[0].device), main
         self._processes, self.batch_size_per_step = processes, batch_size_per_step
@@ -284,7 +285,7 @@ class MultiProcessDiLoCo(SeveralProcesses):
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
-        """Make an inner step with the gradients of all processes, then do what the first process decides.
+        """Make an inner step with the gradients of all processes, then follow the decisions of the first process.
 
         See :meth:`shoal.DiLoCo.step`. All processes must call it.
         """

@@ -1,4 +1,4 @@
-"""Exchanges with other peers: averages of what they tell about fragments, and states for peers that lack something."""
+"""Exchanges with other peers: averages their messages of fragments, and gives states to peers that lack something."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from shoal.optim.diloco.slots import SlotCounter
 from shoal.optim.history.journal import SHARE_FOR_NEWCOMERS, Update
 from shoal.optim.setup.optimizer_state import statistics_of
 
-# The most statistics that an inner optimizer keeps of a value: those of torch keep up to three.
+# The most statistics that an inner optimizer keeps of a value. Chosen: those of torch keep up to three.
 MOST_STATISTICS = 8
-# Of the tensors of a fragment, that of the first one and that of all others.
+# The roles of the tensors of a fragment: of the first one, and of all others.
 ROLES = TensorRole.PARAMETER, TensorRole.OPTIMIZER
 
 
@@ -48,7 +48,7 @@ class OuterDonor:
     inner: InnerOptimizers
     shares_inner_state: bool
     extra: ExtraTensors
-    """What is averaged as it is, with the first fragment."""
+    """The tensors that are averaged as they are, with the first fragment."""
 
     def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
         """The number of each parameter of a fragment, where it begins and its shape, for archives."""
@@ -73,9 +73,9 @@ class OuterDonor:
             return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors, infos)
 
     def part(self, part: bytes) -> OwnedState | None:
-        """The statistics of the inner optimizers; or what another peer lacks, as far as it is here.
+        """A part of the state: statistics of the inner optimizers, extra tensors, or updates that another peer lacks.
 
-        ``None``: there is something, and nothing of that is here any more.
+        ``None``: there are updates, but this peer does not have them.
         """
         if part == STATISTICS:
             if not self.shares_inner_state:
@@ -132,7 +132,7 @@ class OuterAverager(DecentralizedAverager):
 
     Args:
         donor: has the fragments, and gives others what they lack.
-        phases: what all peers of the run must have in common, in words.
+        phases: the settings that all peers of the run must share, in words.
         args: of :class:`~shoal.averaging.DecentralizedAverager`, without the tensors.
         options: the same.
     """
@@ -146,7 +146,7 @@ class OuterAverager(DecentralizedAverager):
         ]
         tags = {tag_of(number): [number] for number in range(len(vectors))}
         self.extra = torch.zeros(donor.extra.length, dtype=torch.float32, device="cpu")
-        """What is averaged as it is, in the rounds of the first fragment."""
+        """The vector of extra tensors, averaged in the rounds of the first fragment."""
         if donor.extra:
             infos.append(CompressionInfo.from_tensor(self.extra, key=len(infos), role=EXTRA_ROLE))
             tags[tag_of(0)].append(len(vectors))
@@ -154,7 +154,7 @@ class OuterAverager(DecentralizedAverager):
         super().__init__(vectors, *args, tensor_infos=infos, tags=tags, **options)
 
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
-        """Look at what the members have said, then average."""
+        """Judge by the statements of the members, then average."""
         if session.mode is not AveragingMode.AUX:
             each = next(each for each in self.donor.fragments if each.vector is tensors[0])
             statements = [_read(packed) for packed in session.group.gathered]
@@ -172,7 +172,7 @@ class OuterAverager(DecentralizedAverager):
 
     @property
     def group_size(self) -> int | None:
-        """How many peers meet, if groups can be drawn beforehand; ``None``: the first to come make a group."""
+        """The size of groups that can be drawn beforehand; ``None``: groups are formed as peers come."""
         node = self.node
         is_free = not node.config.initial_group_bits and not node.trust.depth()
         return node.config.target_group_size if is_free else None
@@ -201,7 +201,7 @@ class OuterAverager(DecentralizedAverager):
         """Download a part of the state from another peer; ``None`` if nobody gives it.
 
         Args:
-            differs: every peer has another one, so that it makes no sense to ask several which one they have.
+            differs: every peer has another one, so it is useless to ask several peers for their versions.
         """
         return self._portal.submit(self._load_part(part, timeout, 1 if differs else MAX_VOTERS))
 

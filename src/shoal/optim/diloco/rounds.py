@@ -1,4 +1,4 @@
-"""The exchanges of one peer with the others: begun at the ends of slots, applied when it is time."""
+"""The exchanges of one peer with the others: they begin at the ends of slots, and are applied when due."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OuterRounds:
         self.settings, self.tracker, self.averager, donor = settings, tracker, averager, averager.donor
         self.counter, self.fragments, self.inner, self.lock = donor.counter, donor.fragments, donor.inner, donor.lock
         self.attendance = Attendance(tracker, settings, len(donor.fragments))
-        """Which peers come."""
+        """Predicts which peers come to rounds."""
         self.last: OuterRound | None = None
         """The outer update that was applied last."""
         self.has_trained = False
@@ -57,11 +57,11 @@ class OuterRounds:
             expected, group = attendance.expected(slot), self._draw_group(each.number)
             last = attendance.last_slot(slot) if overlaps or group is not None else None
             coming = expected if group is None else group
-            # If others train but none comes, nobody else would have the update.
+            # If others train but none of them comes, nobody else would have this peer's update.
             if coming or self.settings.average == PARAMETERS or not attendance.others_are_there(slot):
                 try:
                     self._take_off(each, slot, coming, last, is_drawn=group is not None)
-                except BaseException:  # such as Ctrl-C: what has begun without a control would be an update alone
+                except BaseException:  # such as Ctrl-C: a flight without a control would become an update alone
                     each.give_up()
                     raise
             if not overlaps:
@@ -70,7 +70,7 @@ class OuterRounds:
         logger.log(self.settings.status_loglevel, "slot %d begins", self.counter.slot)
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
-        """Whom this peer meets at the end of this slot; ``None``: all others."""
+        """The peers to meet at the end of this slot; ``None``: all others."""
         size, slot = self.averager.group_size, self.counter.slot
         if self.settings.average != PARAMETERS or size is None or self.counter.schedule.sync_every is None:
             return None
@@ -82,7 +82,7 @@ class OuterRounds:
         return {PeerID(member) for member in members}
 
     def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
-        """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
+        """Go to another slot, and tell the others. Call it inside ``pause_updates()``."""
         self.counter.go_to(slot)
         if self.counter.schedule.sync_every is not None:
             self.tracker.board.set_target(self.counter.schedule.steps_of(slot))
@@ -91,13 +91,13 @@ class OuterRounds:
             self.averager.state_sharing_priority = slot
 
     def begin_run(self) -> None:
-        """Outer parameters begin as the model's are: the user may have loaded others since this was made."""
+        """Begin with the model's parameters: the user may have loaded others since this object was made."""
         if not self.has_trained:
             for each in self.fragments:
                 each.begin_run()
 
     def helping(self) -> Auxiliary:
-        """What this peer does instead if it has no data."""
+        """The part of a peer without data."""
         searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
         return Auxiliary(searches, self.settings.averaging_timeout)
 
@@ -131,11 +131,11 @@ class OuterRounds:
         """Begin a round with the expected peers.
 
         Args:
-            last: a peer beyond this slot does not come any more; ``None``: one beyond this peer's.
-            is_drawn: nobody else can come.
+            last: a peer beyond this slot no longer comes; ``None``: this peer's slot.
+            is_drawn: the group was drawn, so nobody else can come.
         """
         settings = self.settings
-        # A newcomer counts if it was there for half of the steps.
+        # A newcomer counts if it has made half of the steps.
         half = -(-(self.counter.schedule.sync_every or 0) // 2)
         least, each.contribution.is_fresh = half if each.contribution.is_fresh else 0, False
         flight = each.begin(slot, least)
@@ -144,7 +144,7 @@ class OuterRounds:
             return
         if each.number == 0:
             self.averager.donor.extra.read(self.averager.extra)
-        # Where groups are drawn, none of them is most of the run.
+        # A drawn group is never most of the run.
         needs_most = not is_drawn and settings.average != PARAMETERS
         electorate = expected | self.attendance.voters(slot) if needs_most else set()
         timeout = settings.averaging_timeout
@@ -183,7 +183,7 @@ class OuterRounds:
                 if self.attendance.is_passed_over(flight.slot, flight.control):
                     raise AllreduceException("most others have continued without it")
                 flight.control.result(self.settings.averaging_timeout)
-            except Exception as e:  # whatever has failed, training continues
+            except Exception as e:  # after any failure, training continues
                 flight.control.cancel()
                 if flight.control.began_allreduce or self.attendance.others_are_there(flight.slot):
                     self.attendance.note(flight, None)
@@ -195,7 +195,7 @@ class OuterRounds:
                 raise
         has_met_others = flight.control is not None and flight.control.round is not None
         if has_met_others:
-            # Where rounds overlap with training, those that do not come hold it up less, or not at all.
+            # If rounds overlap with training, absent peers hold it up less, or not at all.
             self.attendance.note(flight, time.monotonic() - began_at)
         each.journal.serves_newcomers = self.averager.is_giving
         done = each.land(flight.result)
@@ -222,7 +222,8 @@ class OuterRounds:
         )
 
     def _advice(self, done: OuterRound) -> str:
-        """Which delay would have hidden a round from training, in words; empty if there is none, or it is hidden."""
+        """The delay that would have hidden a round from training, in words; empty if there is none, or if the round was
+        hidden."""
         delay, every = self.settings.fragment_sync_delay, self.counter.schedule.sync_every
         step = self.tracker.board.batch_time
         if delay is None or not step or len(done.peers) == 1:

@@ -1,4 +1,4 @@
-"""The options of :class:`~shoal.optim.diloco.diloco.DiLoCo`: defaults, and contradictions that are refused."""
+"""The options of :class:`~shoal.optim.diloco.diloco.DiLoCo`: fills in defaults, and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from shoal.optim.diloco.messages import (
 from shoal.optim.options import SwarmOptions, resolve_shared
 from shoal.optim.recovery.adopt import CheckState
 
-# Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
-# others have short messages, which reducers may pass on, and need memory of what they have left out.
+# All machines decode the messages of these codecs to the same bits. The fine ones keep these bits if they encode them
+# again. The coarse ones have short messages, which reducers may pass on, and need error feedback.
 _FINE = (NoCompression, Float16Compression, BFloat16Compression, BlockwiseQuantization)
 _COARSE = (Blockwise4BitQuantization, TopKCompression)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSettings(SwarmOptions):
-    """The options, resolved. There are as many fields as there are options."""
+    """The options, resolved."""
 
     straggler_patience: float
-    """How long the first peer that is ready waits for others, in seconds."""
+    """How long the first peer that is ready waits for stragglers, in seconds."""
     fragment_sync_delay: int | None
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
     merge: MergePolicy
@@ -50,17 +50,17 @@ class OuterSettings(SwarmOptions):
     weighting: str
     """See :meth:`~shoal.optim.diloco.messages.Effort.weight`."""
     staleness: Staleness
-    """Makes old contributions smaller."""
+    """The discount of old contributions."""
     max_staleness: int
-    """Older ones do not count."""
+    """Contributions older than this many versions do not count."""
     check_every: int
-    """Members compare the bits of their outer parameters after this many updates."""
+    """Members compare the bits of their outer parameters once in this many updates."""
     share_inner_state: bool
     """Newcomers also take over the statistics of another peer's inner optimizers."""
     check_state: CheckState | None
     """May refuse a downloaded state."""
     codec: CompressionBase
-    """Of rounds: of messages, and of averages."""
+    """The codec of rounds: of messages and averages."""
     messages: CompressionBase
     """The codec of what peers send."""
     error_feedback: float
@@ -136,7 +136,7 @@ class OuterSettings(SwarmOptions):
     def others_may_be_ahead(self) -> bool:
         """Whether others may be a slot ahead although this peer has missed nothing.
 
-        Their round is under way meanwhile; or they have made it in a group of their own.
+        Either their round is still in flight, or they have finished it in a group of their own.
         """
         return self.overlaps or self.average == PARAMETERS
 

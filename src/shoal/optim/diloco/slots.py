@@ -1,13 +1,14 @@
 """Slots: when peers exchange which fragment, how they agree that a slot is over, and which of them come to its round.
 
-The exchanges of a run are numbered. Each of them, a *slot*, is for one fragment: slot k for fragment ``k % fragments``.
-The number is agreed in the swarm, so a peer that hears of a later slot goes there and skips those between. To the
-progress tracker, slots are epochs. They are counted in samples of all peers; or in inner steps, which nobody adds up:
-then the first peer that has made all of them ends the slot (:class:`StepRule`).
+A *slot* is the time up to one exchange, that of one fragment. Slots are numbered; slot k is for fragment
+``k % fragments``. The whole swarm uses the same numbers, so a peer that hears of a later slot goes there and skips
+those between. To the progress tracker, slots are epochs. The length of a slot is counted either in samples of all
+peers, or in inner steps. Inner steps are not added up: the first peer that has made all of them ends the slot
+(:class:`StepRule`).
 
-Where training stands still during rounds, peers of one slot meet. Where rounds overlap with training, a round may end
-long after its slot, and peers some slots apart may meet in the round of one fragment. An update that most of the run
-does not have would be lost, or split the run: so a peer makes none alone while others train (:class:`Attendance`).
+If training stands still during rounds, only peers of one slot meet. If rounds overlap with training, a round may end
+long after its slot, and peers a few slots apart may meet in the round of one fragment. An update that most of the run
+does not have would be lost, or split the run. So no peer makes one alone while others train (:class:`Attendance`).
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
-# Later than all slots.
+# Beyond all slots.
 ANY_SLOT = MOST
-# Seconds. A slot whose end nobody knows is over in some thirty years: messages have no room for infinity.
+# In seconds, some thirty years. Chosen: stands for an unknown end of a slot, because messages cannot hold infinity.
 FAR_AHEAD = 1e9
 
 
 def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
-    """Whom a peer meets in a slot if peers meet in groups.
+    """The group in which a peer meets others in a slot.
 
-    Groups are drawn again for each slot, in the same way by all peers that know the same others. Otherwise fast peers
+    Groups are drawn again for each slot. All peers that know the same others draw the same groups. Otherwise fast peers
     would only meet each other, and two halves of a run would hardly mix.
 
     Args:
@@ -109,8 +110,8 @@ class Schedule:
     def due_at(self, slot: int) -> int:
         """After how many inner steps of the run a slot ends; 0 for the slot before the first one.
 
-        Only with ``sync_every``. A fragment is exchanged every ``sync_every`` steps exactly, whether or not the number
-        of fragments divides that.
+        Only with ``sync_every``. Each fragment is exchanged exactly every ``sync_every`` steps, even if the number of
+        fragments does not divide that.
         """
         assert self.sync_every is not None, "with target_batch_size nobody knows how many steps a slot has"
         if slot < 0:
@@ -159,9 +160,9 @@ class SlotCounter:
 
     @property
     def position(self) -> int:
-        """Where a learning rate schedule stands, the same in all peers at the same point of the run.
+        """The position of learning rate schedules, the same in all peers at the same point of the run.
 
-        With ``sync_every`` this is the number of inner steps of the run. It moves with this peer's steps, but not
+        With ``sync_every`` this is the number of inner steps of the run. It advances with this peer's steps, but not
         beyond the end of the slot. With ``target_batch_size`` it is the number of slots.
         """
         if self.schedule.sync_every is None:
@@ -174,11 +175,11 @@ class SlotCounter:
 
 
 class StepRule(EpochRule):
-    """Ends a slot when the first peer has made all its inner steps. The others may complete theirs, but not for longer
-    than the patience of the first one.
+    """Ends a slot when the first peer has made all its inner steps. That peer waits for the others to complete theirs,
+    but not longer than its patience.
 
     Args:
-        patience: how long others are waited for, in seconds.
+        patience: how long to wait for others, in seconds.
         overlaps: whether others may be at the next slot although this peer has missed nothing.
     """
 
@@ -192,7 +193,7 @@ class StepRule(EpochRule):
         self._deadline: tuple[int, float] = (-1, math.inf)
 
     def share(self, target: int, num_peers: int) -> float:
-        return target  # what matters is when a peer will have made all steps
+        return target  # each peer makes all steps itself
 
     def summary(
         self, progress: GlobalTrainingProgress, records: Collection[LocalTrainingProgress], now: float
@@ -220,7 +221,7 @@ class StepRule(EpochRule):
         called = called_end(progress.eta_next_epoch)
         if ahead > 0:  # others are training on already, and may wait in the background
             called = min(called, now + self._patience)
-        if self.is_late:  # with fewer steps it meets them; with all of them it would be late again
+        if self.is_late:  # it skips some steps to meet the others: with all of them it would be late again
             called = min(called, progress.eta_next_epoch)
         slot, known = self._deadline
         self._deadline = own.epoch, min(called, known if slot == own.epoch else math.inf)
@@ -234,21 +235,21 @@ class StepRule(EpochRule):
 
 
 class Attendance:
-    """Which peers come. Used only by the training thread.
+    """Predicts which peers come to rounds. Used only by the training thread.
 
     Args:
         tracker: knows the progress of all peers.
-        settings: whether rounds overlap with training, and how long others are waited for.
+        settings: whether rounds overlap with training, and how long to wait for others.
         fragments: how many fragments there are.
     """
 
     def __init__(self, tracker: ProgressTracker, settings: OuterSettings, fragments: int) -> None:
         self._tracker, self._board, self._settings, self._fragments = tracker, tracker.board, settings, fragments
-        # Peers that were expected in the last round for which they could have come, and did not come; and its slot.
+        # Peers that did not come to the last round they were expected in, with its slot.
         self._absent: Mapping[bytes, int] = MappingProxyType({})
-        # The slot that this peer could have ended, and since when.
+        # The slot whose end this peer holds up for others, and since when.
         self._held: tuple[int, float] = (-1, 0.0)
-        # The slot of others to which this peer went back the last time.
+        # The slot of others to which this peer last went back.
         self._went_back_to = -1
         self._warn_seldom = Seldom(logger.warning)
 
@@ -258,8 +259,8 @@ class Attendance:
         """A round has ended.
 
         Args:
-            waited: for how many seconds training has stood still for it; ``None``: it has failed here, and others may
-                have had it without this peer.
+            waited: for how many seconds training stood still for it; ``None``: it failed here, but may have succeeded
+                for others.
         """
         board, guard, result, now = self._board, self._board.guard, flight.result, get_dht_time()
         with board.lock:
@@ -279,7 +280,7 @@ class Attendance:
             self.note_members(flight, samples, now, waited)
 
     def note_members(self, flight: Flight, samples: Mapping[bytes, float], now: float, waited: float) -> None:
-        """A round is over, in which these members have brought this much; nothing if this peer was alone."""
+        """A round is over, in which each member has contributed this many samples; empty if this peer was alone."""
         board, slot, expected = self._board, flight.slot, {peer.to_bytes() for peer in flight.expected}
         known = {peer: missed for peer, missed in self._absent.items() if peer in board.companions}
         absent = {**known, **dict.fromkeys(expected, slot)}
@@ -297,8 +298,8 @@ class Attendance:
     def reach(self) -> int:
         """The most slots between two peers that can meet in one round of a fragment.
 
-        Where rounds overlap with training, a peer that begins a round may meet one that has begun its next round of the
-        same fragment. That one is as many slots further as there are fragments, and may have ended one more slot.
+        If rounds overlap with training, a peer that begins a round may meet one that has begun its next round of the
+        same fragment. That one is ahead by as many slots as there are fragments, and may have ended one more slot.
         """
         return self._fragments + 1 if self._settings.overlaps else 0
 
@@ -309,11 +310,11 @@ class Attendance:
         )
 
     def _a_slot_behind(self, slot: int) -> set[PeerID]:
-        """Peers that come to the round at the end of this slot when they have ended the one before.
+        """Peers one slot behind, which come to the round of this slot after they have ended theirs.
 
-        Only where training continues meanwhile, and rounds of two slots are of different fragments. Elsewhere, peers
-        that are a slot apart meet at once. There, two halves of a run could continue side by side, one always a slot
-        ahead.
+        Only if rounds overlap with training, and two slots in a row are for different fragments. Otherwise, peers that
+        are a slot apart meet at once, and waiting for them could let two halves of a run continue side by side, one
+        always a slot ahead.
         """
         if not self._settings.overlaps or self._fragments == 1 or self._settings.average == PARAMETERS:
             return set()
@@ -321,14 +322,14 @@ class Attendance:
         return self._tracker.still_expected(behind)
 
     def voters(self, slot: int) -> set[PeerID]:
-        """Other peers that count when it is asked whether most have come to the round that ends this slot."""
+        """Other peers of which most must come to the round that ends this slot."""
         return self.electorate(get_dht_time(), slot - self.reach)
 
     def slot_to_go_back_to(self, slot: int) -> int | None:
-        """The slot of others that do not follow this peer, which is too far ahead of them. ``None``: it is not.
+        """The slot of the others, if this peer is so far ahead that they do not follow it; else ``None``.
 
-        Nobody follows a client. Nor do peers that are two or more a single one, where rounds overlap with training. Its
-        outer parameters stay as they are: the next round tells whose branch survives.
+        Nobody follows a client. If rounds overlap with training, two or more peers do not follow a single one. The
+        outer parameters stay as they are: the next round decides which branch wins.
         """
         if self._settings.client_mode:
             last = max(self._slots_near(0), default=slot)
@@ -336,7 +337,7 @@ class Attendance:
         else:
             slots = self.slots_of_companions(get_dht_time()).values()
             last = max(slots, default=slot)
-            # If they have not moved since this peer waited for them there, they do not train.
+            # If they have not moved since this peer last went back to them, they do not train.
             is_alive = last > self._went_back_to
             is_too_far = self._settings.overlaps and len(slots) > 1 and is_behind(last, slot, EPOCHS_AHEAD) and is_alive
         if not is_too_far:
@@ -346,9 +347,10 @@ class Attendance:
         return last
 
     def lets_others_catch_up(self, slot: int) -> bool:
-        """Whether others are a little behind, and get some time to come to the round that ends this slot.
+        """Whether to give others that are a little behind some time to come to the round that ends this slot.
 
-        Where rounds overlap with training, a peer whose rounds nobody joins would be the fastest, and leave the run.
+        If rounds overlap with training, a peer whose rounds nobody joins never waits. It would be the fastest, and
+        leave the others behind.
         """
         if not self._settings.overlaps:
             return False
@@ -360,9 +362,9 @@ class Attendance:
         return time.monotonic() - self._held[1] < self._settings.straggler_patience
 
     def others_are_there(self, slot: int) -> bool:
-        """Whether others train, that do not come to the round that ends this slot, but make updates before or after.
+        """Whether there are peers that train but miss the round that ends this slot, and make updates before or after.
 
-        Also if only this peer cannot reach them.
+        This includes peers that only this one cannot reach.
         """
         if self._tracker.expected_members(until_epoch=ANY_SLOT):
             return True
@@ -373,13 +375,13 @@ class Attendance:
             )
             return True
         if self._settings.client_mode:
-            return bool(self._slots_near(0))  # nobody could download what a client has updated alone
+            return bool(self._slots_near(0))  # nobody could download an update that a client makes alone
         return bool(self._slots_near(slot - EPOCHS_AHEAD if self._settings.overlaps else slot))
 
     def is_passed_over(self, slot: int, control: StepControl) -> bool:
-        """Whether most others are beyond a round that still looks for a group, after waiting for that a while.
+        """Wait a while for a round that still looks for a group; returns whether most others are beyond it.
 
-        Else two halves of a run could wait for each other in the rounds of two fragments.
+        Otherwise two halves of a run could wait for each other in the rounds of two fragments.
         """
         settings = self._settings
         if not settings.overlaps or settings.average == PARAMETERS:
@@ -402,22 +404,22 @@ class Attendance:
     # --- which peers are there ----------------------------------------------------------------------------------------
 
     def everybody(self, now: float) -> set[bytes]:
-        """All other peers that are known and can be reached, whatever slot they are at."""
+        """All other known peers that can be reached, at any slot."""
         with self._board.lock:
             return self._reachable(now).keys() - self._board.strangers
 
     def electorate(self, now: float, earliest: int) -> set[PeerID]:
-        """Other peers that count when it is asked whether most have come to a round.
+        """Other peers of which most must come to a round.
 
-        These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
-        waiting for them. Otherwise two halves of a run could each be most of those that count: when they wait for
-        nobody else, or when one of them is some slots ahead. A peer that missed a round it was expected in is not
-        counted until it shows up, unless it advanced without this one. Nor are newcomers as long as they may not join,
-        because others of them have cost too much time.
+        These are all that may update what this peer updates, at any slot, and whether or not they are worth waiting
+        for. Otherwise each of two halves of a run could believe that it has the majority: if they wait for nobody else,
+        or if one is some slots ahead. A peer that missed a round it was expected in is not counted until it shows up,
+        unless it advanced without this one. Newcomers are not counted while they may not join because other newcomers
+        have cost too much time.
 
         Args:
-            earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
-                peer's slot on.
+            earliest: peers that this one has met count from this slot on; others, which may be newcomers, count from
+                this peer's slot on.
         """
         board = self._board
         with board.lock:
@@ -428,7 +430,7 @@ class Attendance:
             return {PeerID(peer) for peer in present | met if not self._is_absent(peer)}
 
     def _is_absent(self, peer: bytes) -> bool:
-        """Whether a peer was expected recently, and neither came nor advanced, as far as this one believes it."""
+        """Whether a peer was expected recently, and neither came nor, as far as it is believed, advanced."""
         slot = self._absent.get(peer)
         if slot is None:
             return False
@@ -448,20 +450,20 @@ class Attendance:
         return {peer: c for peer, c in companions if c.is_reachable(now) and not c.record.is_donor}
 
     def worth_waiting_for(self, peers: Collection[PeerID]) -> set[PeerID]:
-        """Of several peers that may come, those that are worth waiting for."""
+        """The given peers that are worth waiting for."""
         with self._board.lock:
             found = self._board.guard.whom_to_wait_for({peer.to_bytes() for peer in peers}, get_dht_time())
             return set(map(PeerID, found))
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
+        """Whether this peer, which reaches nobody, is probably cut off, and the others are alive.
 
-        Others with whom it was in a round have fallen silent, without a goodbye, and their system did not refuse the
-        call. If there is only one of them, one of both must continue. Records of strangers say nothing: anybody can
-        publish some that nobody answers for.
+        It is if peers that it has met in rounds fell silent without a goodbye, and their systems did not refuse the
+        call. If there is only one such peer, one of the two must continue: the one with the smaller id. Records of
+        strangers prove nothing: anybody can publish records of peers that do not exist.
 
-        Nobody can call a client, nor download what it has updated alone. So it waits until the records of all others
-        have expired, however they fell silent.
+        Nobody can call a client, or download an update that it makes alone. So a client waits until the records of all
+        others have expired, no matter how they fell silent.
         """
         board = self._board
         with board.lock:

@@ -1,10 +1,10 @@
 """Which branch of a run survives when parts of it have trained without each other.
 
 Each peer keeps a journal (:mod:`shoal.optim.history.journal`). Two peers are on different branches if each has entries
-that the other lacks. A peer whose entries are all known to another one has merely fallen behind. Of two branches the
-winner is, in this order, the one with
+that the other lacks. A peer whose entries are all known to another has merely fallen behind. Of two branches the winner
+is, in this order, the one with
 
-1. a peer that others can call, because the peers of the other one take over its state,
+1. a peer that others can call, because the losers take over its state,
 2. more support,
 3. more progress,
 4. the smaller hash.
@@ -14,10 +14,10 @@ Support is the number of members, and progress is samples.
 
 With :class:`~shoal.Optimizer` each peer chooses, from the records of all (:func:`settle`). Support is weight in the
 last common round; without a common round, hosts. Progress is the epoch. Averaging of parameters repairs small
-differences, so these do not count: neither a single round nor a single epoch. All peers that see the same records
-agree. What a peer says about a round costs nothing, though: if two branches claim more of its weight together than
-there was, one of them lies, or both know the round from a common donor. Then hosts are counted instead. Until the
-losers have taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
+differences, so a single round or a single epoch does not count. All peers that see the same records agree. Claims about
+a round cost nothing, though. If two branches together claim more than the weight of the round, one of them lies, or
+both know the round from a common donor. Then hosts are counted instead. Until the losers have taken over the winners'
+state, the winners ignore the losers, and the losers ignore each other.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from shoal.optim.history.journal import BEGINNING, LAST_ROUNDS, WHOLE, Entry, Fo
 from shoal.optim.history.window import EXACT, Relation, Window, relation
 from shoal.optim.progress.records import Companion, LocalTrainingProgress
 
-# A single step of its own may just be a round that failed; and peers of one branch, or two branches of the same speed,
-# are an epoch apart now and then.
+# A difference of one is tolerated. A step of its own may just be a failed round, and peers of one branch, or of two
+# branches of the same speed, are sometimes an epoch apart.
 TOLERANT = Window(1, 1)
-# In groups of at most this many members, one is enough to say that there is a version that no member has.
+# In groups of at most this many members, a single one can say that there is a version that no member has. Chosen: in
+# larger groups, a single liar must not stop updates.
 MOST_WHO_TRUST_ONE = 3
-# All pairs are compared. In a run of more pieces than this, the most frequent ones of each host are settled first.
+# All pairs of variants are compared, so their number is limited. Chosen: the most frequent ones of each host come
+# first.
 MAX_VARIANTS = 64
-# Others decide how often there is news, so the choice changes only after a pause of this many seconds for each pair:
-# about twenty times as long as the comparison took.
+# Others decide how often there is news, so after a choice there is a pause of this many seconds for each pair. Chosen:
+# about twenty times as long as the comparison takes.
 _PAUSE_PER_PAIR = 1e-4
-# Few pieces are compared at once.
+# Up to this many variants are compared without a pause. Chosen: that takes almost no time.
 _FEW_VARIANTS = 8
 
 
@@ -64,7 +66,7 @@ class Branch(Protocol):
     """Whether others can download its state."""
 
     def claim_against(self, other: Any) -> Claim:
-        """What it has to show against another branch."""
+        """What it can show against another branch."""
         ...
 
 
@@ -113,12 +115,12 @@ def _join(group: dict[int, int], one: int, other: int) -> None:
 
 
 def choose(branches: Sequence[AnyBranch], window: Window = EXACT) -> AnyBranch:
-    """The branch that survives, by the rules in the module's docstring.
+    """The branch that wins, by the rules in the module's docstring.
 
     Args:
-        window: a difference of progress within it decides nothing.
+        window: a difference of progress within it does not count.
     """
-    # If nobody can give its state, one branch must be chosen all the same.
+    # Even if no branch can give its state, one must be chosen.
     able = [branch for branch in branches if branch.can_give] or branches
     winner = able[0]
     for branch in able[1:]:
@@ -137,12 +139,12 @@ def _wins(one: Claim, other: Claim, window: Window) -> bool:
 
 
 class VersionChoice(NamedTuple):
-    """What the members of a round derive from what all have told; the same at all of them."""
+    """What the members of a round derive from all statements; the same at all of them."""
 
     base: Entry
-    """What this round updates."""
+    """The version that this round updates."""
     behind: Mapping[int, int]
-    """How many updates members lack of it, by their positions. Those that are not here have lost."""
+    """By position of a member, how many updates it lacks to the base. Members that are missing here have lost."""
 
 
 @dataclass
@@ -170,13 +172,13 @@ def compare(one: Sequence[Entry], other: Sequence[Entry]) -> Relation:
 def choose_version(
     told: Mapping[int, Sequence[Entry]], heard: Mapping[int, Entry], clients: Collection[int] = ()
 ) -> VersionChoice | None:
-    """Choose what a round updates.
+    """Choose the version that a round updates.
 
-    It updates the newest version of the winning branch, so that nobody makes a second update of what others have
-    updated before. Where there are at least five members, more than a fifth of them must have that version, or have
-    heard of it in a round: so a few liars cannot lead the others to a version that does not exist. If some have heard
-    of a newer one that is not here, there is no update: all get that one first. Where there are at least four, two must
-    have heard of it. Nobody could take over a branch or a version that only clients have.
+    It is the newest version of the winning branch, so that no version is updated twice. With at least five members,
+    more than a fifth of them must have that version, or have heard of it in a round, so that a few liars cannot lead
+    the others to a version that does not exist. If members have heard of a newer version that none of them has, there
+    is no update: all get that version first. With at least four members, two must have heard of it. A branch or version
+    that only clients have is chosen last, because nobody could take it over.
 
     Args:
         told: the latest entries of members, by their positions.
@@ -184,7 +186,7 @@ def choose_version(
         clients: positions of members from which nobody can download anything.
 
     Returns:
-        ``None`` if nobody has told anything.
+        ``None`` if no member has told anything.
     """
     numbers = sorted(told)
     pairs = [(one, other) for other in numbers for one in numbers if one < other]
@@ -227,7 +229,7 @@ def choose_version(
 
 
 class PeerStanding(NamedTuple):
-    """What is known of one peer."""
+    """What is known of one peer's place in the run."""
 
     peer: bytes
     epoch: int
@@ -270,9 +272,9 @@ def _steps_without(mine: _Variant, other: _Variant) -> int:
 
 
 def _relation(one: _Variant, other: _Variant) -> tuple[Relation | None, bool]:
-    """How peers stand to others, and whether they are apart: more than averaging of parameters repairs.
+    """How peers stand to others, and whether they are apart by more than averaging of parameters repairs.
 
-    ``None``: they share no round, but have made only a few; perhaps the first rounds have failed.
+    ``None``: they share no round, but have made only a few. The first rounds may have failed.
     """
     lacks, extra = _steps_without(other, one), _steps_without(one, other)
     how = relation(extra, lacks, TOLERANT, 0)
@@ -295,7 +297,7 @@ class _Partition:
         """The fork points of all its peers, the latest ones of each first."""
 
     def claim_against(self, other: _Partition) -> Claim:
-        """Its weight in the last common round, or its hosts; its epoch; its next round after that, and its latest."""
+        """Its weight in the last common round, or its hosts; its epoch; the ids of its next and latest round."""
         common = _last_common_round(self, other)
         if common is None:
             return Claim(self.hosts, self.epoch, (self.last_id,))
@@ -356,7 +358,7 @@ def _variants(standings: Iterable[PeerStanding], host_of: Callable[[bytes], Hash
 
 
 def _partitions(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> list[_Partition]:
-    """Group the peers that are apart from anybody into partitions, in the order of their first peers."""
+    """Group the peers that are apart from any others into partitions, in the order of their first peers."""
     # The usual case: all peers tell the same rounds.
     if len({variant.lineage.rounds for variant in variants}) < 2:
         return []
@@ -386,12 +388,12 @@ class ForkTracker:
     def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable] = bytes) -> None:
         self._own, self._host_of = own, host_of
         self._lock = threading.Lock()
-        # ``None``: rounds are not compared, as in runs of several groups, where most peers share none.
+        # ``None``: rounds are not compared, as in runs of several groups, in which most peers share none.
         self._history: RoundHistory | None = None
         self._verdict = ForkChoice()
         self.changed = False
-        """Whether there was news since the last verdict that may change it: settling is too slow for every look."""
-        # When the last verdict was found, and for how many seconds it holds whatever others say.
+        """Whether there was news since the last verdict that may change it. Settling is too slow for every look."""
+        # When the last verdict was found, and for how many seconds no news from others changes it.
         self._settled_at, self._pause, self._own_epoch = -math.inf, 0.0, -1
 
     @property
@@ -400,7 +402,7 @@ class ForkTracker:
         return self._history is not None
 
     def begin(self) -> None:
-        """From now on rounds are compared: all peers should train one model."""
+        """Begin to compare rounds, because all peers should train one model."""
         with self._lock:
             self._history = RoundHistory(self._own)
 
@@ -439,7 +441,7 @@ class ForkTracker:
             self.changed, self._settled_at = True, -math.inf
 
     def note_repair(self, result: RoundResult) -> None:
-        """Parameters were averaged: that makes up for earlier rounds of gradients that failed."""
+        """Parameters were averaged, which makes up for earlier failed rounds of gradients."""
         with self._lock:
             if self._history is not None:
                 self._history.note_repair(frozenset(weights_of(result).keys() - {self._own}))
@@ -477,7 +479,7 @@ class ForkTracker:
         for peer, companion in companions.items():
             if companion.is_reachable(now):
                 record, told = companion.record, companion.lineage
-                # What a mate told before the common round is out of date: it has this peer's rounds now.
+                # What a mate told before the common round is outdated: now it has this peer's rounds.
                 if peer in mates and companion.lineage_time < met_at:
                     told = Lineage(lineage.rounds, told.fork_points)
                 standings.append(PeerStanding(peer, record.epoch, told, not record.client_mode))

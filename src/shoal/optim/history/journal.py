@@ -1,14 +1,14 @@
 """The journal of a peer: the latest versions of what it trains, and the rounds that made them.
 
-Both optimizers have one. Its entries tell whether two peers train the same model: of two peers of one *branch*, one has
-the newest entry of the other. With :class:`~shoal.DiLoCo`, whose updates are small, the newest entries come with their
-updates, so that a peer that has missed some makes them itself, in the order of their versions. Which branch survives a
-fork is decided in :mod:`shoal.optim.history.fork_choice`.
+Both optimizers have one. Its entries show whether two peers train the same model: of two peers of one *branch*, one has
+the newest entry of the other. With :class:`~shoal.DiLoCo`, whose updates are small, the journal keeps the newest
+updates too. A peer that has missed some downloads them and makes them itself, in order.
+:mod:`shoal.optim.history.fork_choice` decides which branch wins after a fork.
 
 :class:`RoundHistory` is the journal of :class:`~shoal.Optimizer`, with the members of each round. All members of a
-round name it by the same few bytes, and tell the names of their latest rounds with their progress (:class:`Lineage`). A
-newcomer takes over the rounds of its donor together with the state. A round some of whose members have stayed away
-since is a *fork point*: they may have continued without this peer, and then it is the last round that both sides share.
+round name it by the same few bytes. With their progress they tell the names of their latest rounds (:class:`Lineage`).
+A newcomer takes over the rounds of its donor together with the state. A round is a *fork point* if some of its members
+have stayed away since. If they have continued without this peer, it is the last round that both sides share.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ import torch
 from shoal.base.logs import words_of
 from shoal.compression.base import bytes_of
 
-# Of the hashes of entries, in bytes: nobody finds two rounds with the same one.
+# The size of hashes of entries. Chosen: nobody can find two rounds with the same hash.
 HASH_BYTES = 16
-# A message tells no more entries than this, whatever its sender has.
+# The most entries in a message. Chosen: bounds its size, and peers that train together differ by a few.
 MOST_ENTRIES = 64
 MOST = 2**62
-"""No version and no number of samples is larger, whatever others claim. It fits the integers of messages."""
-# Bytes of updates that are kept for each byte of the vector: the outer parameters and their momentum have two.
+"""The largest version and number of samples that others can claim. Chosen: it fits the integers of messages."""
+# Bytes of updates that are kept for each byte of the vector. Chosen: usually as much as the outer parameters and their
+# momentum take; more while a newcomer downloads them.
 USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -45,17 +46,17 @@ class Entry(NamedTuple):
 
     version: Count
     hash: Hash
-    """Names the round that made it. With :class:`~shoal.DiLoCo`, also all rounds before."""
+    """Names the round that made it; with :class:`~shoal.DiLoCo`, also all rounds before."""
     samples: Count
-    """How many samples all rounds up to this one are made of."""
+    """Samples of all rounds up to this one."""
 
     def followed_by(self, round_id: bytes, samples: int) -> Entry:
         """The next entry of a chain.
 
         Args:
-            round_id: names the round, and whose messages are in its result. So the two sides of a round that was split
-                are of different branches, because their results differ.
-            samples: how many samples the round is made of.
+            round_id: names the round, and the members whose messages are in its result. So the two sides of a round
+                that was split are on different branches.
+            samples: samples of the round.
         """
         return Entry(self.version + 1, hash_of(self.hash, round_id), min(MOST, self.samples + samples))
 
@@ -64,10 +65,10 @@ _Entries = Annotated[tuple[Entry, ...], msgspec.Meta(min_length=1, max_length=MO
 
 
 class Update(NamedTuple):
-    """What leads to an entry, for peers that make it later."""
+    """The update that leads to an entry, for peers that make it later."""
 
     version: int
-    """Of the entry."""
+    """The version of the entry."""
     after: bytes
     """The hash of the entry before."""
     round_id: bytes
@@ -75,7 +76,7 @@ class Update(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     """The mean, see :func:`~shoal.optim.diloco.messages.packed`."""
     names: bytes = b""
-    """Whose messages have counted, see :func:`~shoal.optim.diloco.messages.who_counted`."""
+    """Names of the members whose messages counted, see :func:`~shoal.optim.diloco.messages.who_counted`."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +84,7 @@ class Update(NamedTuple):
 
 
 def hash_of(*data: bytes | memoryview) -> bytes:
-    """A short hash of bytes in a row."""
+    """A short hash of these bytes, concatenated."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     for each in data:
         digest.update(each)
@@ -109,23 +110,23 @@ def parse_entries(value: object) -> tuple[Entry, ...]:
 class Journal:
     """The latest entries, with the updates behind the newest ones if they are known.
 
-    Updates that arrive before those that they continue wait in an inbox. Not thread-safe: its owner locks it.
+    Updates that arrive out of order wait in an inbox. Not thread-safe: its owner locks it.
 
     Args:
         entries: the latest ones, in order.
         length: how many are kept.
-        nbytes: of the vector that updates change; decides how many updates are kept.
+        nbytes: bytes of the vector that updates change; decides how many updates are kept.
     """
 
     def __init__(self, entries: Iterable[Entry], length: int, nbytes: int = 0) -> None:
         self._entries = deque(entries, maxlen=min(length, MOST_ENTRIES))
         self._nbytes = nbytes
-        # In order, without gaps, up to the newest entry.
+        # Consecutive, up to the newest entry.
         self._updates: deque[Update] = deque()
         # By version.
         self._inbox: dict[int, Update] = {}
         self.serves_newcomers = False
-        """Whether peers are downloading the state of this one: they will want the updates that follow."""
+        """Whether peers are downloading this peer's state. They will want the updates that follow."""
 
     @classmethod
     def begin(cls, values: torch.Tensor, length: int) -> Journal:
@@ -146,7 +147,7 @@ class Journal:
         return [list(entry) for entry in self._entries]
 
     def append(self, entry: Entry, update: Update | None = None) -> None:
-        """Note a round; with the update that it made, if others may ask for that."""
+        """Note a round, with its update if others may ask for that."""
         self._entries.append(entry)
         if update is None:
             self._updates.clear()
@@ -159,7 +160,7 @@ class Journal:
             self._updates.popleft()
 
     def take_back(self, count: int) -> None:
-        """Forget the newest entries: others do not have them, and what they led to is part of another entry."""
+        """Forget the newest entries, which others do not have: their result is now part of another entry."""
         for _ in range(min(count, len(self._entries))):
             self._entries.pop()
 
@@ -173,12 +174,12 @@ class Journal:
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def since(self, version: int) -> list[Update]:
-        """All updates after this version; none if the first of them is not kept any more."""
+        """All updates after this version; none if the first of them is no longer kept."""
         found = [each for each in self._updates if each.version > version]
         return found if found and found[0].version == version + 1 else []
 
     def receive(self, updates: Iterable[Update], most: int | None = None) -> None:
-        """Put updates into the inbox; of more than ``most`` there, the oldest ones go."""
+        """Put updates into the inbox. If it has more than ``most``, the oldest ones are dropped."""
         self._inbox.update((each.version, each) for each in updates)
         if most is not None:
             for version in sorted(self._inbox)[:-most]:
@@ -189,7 +190,7 @@ class Journal:
         return update.version == self.newest.version + 1 and update.after == self.newest.hash
 
     def take_next(self) -> Update | None:
-        """Take the update that continues the newest entry out of the inbox. ``None``: there is none."""
+        """Take the update that continues the newest entry out of the inbox; ``None`` if there is none."""
         following = self._inbox.pop(self.newest.version + 1, None)
         if following is not None and self.continues(following):
             return following
@@ -199,18 +200,18 @@ class Journal:
 
 # --- rounds with their members ----------------------------------------------------------------------------------------
 
-# Short, because the names travel with each record. If two rounds have the same name by chance, two sides look like one
-# until the next round.
+# Chosen: short, because names of rounds are sent with each record. If two rounds have the same name by chance, two
+# sides look like one until the next round.
 ROUND_ID_BYTES = 4
-# How many of its latest rounds a peer tells. A peer that shares none of them trains another model.
+# How many of its latest rounds a peer tells. Chosen: a peer that shares none of them trains another model.
 LAST_ROUNDS = 8
-# How many fork points a peer tells at most.
+# The most fork points that a peer tells. Chosen: they are sent with each record.
 MAX_FORK_POINTS = 4
 # The name of the beginning, before the first round. Two runs that never met have only this in common.
 BEGINNING = bytes(ROUND_ID_BYTES)
 
 _FORK_POINT = struct.Struct(f">{ROUND_ID_BYTES}sH{ROUND_ID_BYTES}s")
-# Shares of weight travel as 16-bit integers: this is the whole.
+# Shares of weight are sent as 16-bit integers: this is the whole.
 WHOLE = 2**16 - 1
 MAX_LINEAGE_BYTES = 1 + LAST_ROUNDS * ROUND_ID_BYTES + (1 + MAX_FORK_POINTS) * _FORK_POINT.size
 
@@ -220,7 +221,7 @@ class ForkPoint(NamedTuple):
 
     round_id: bytes
     kept: int
-    """The weight in it of the members that are still here, in 1/65535 of the whole."""
+    """The weight of its members that are still here, in 1/65535 of the whole."""
     next_id: bytes
     """The next round, without those members. All peers that continued together have the same one, and no others."""
 
@@ -261,13 +262,13 @@ class Lineage:
         return cls(rounds, tuple(ForkPoint(*fields) for fields in _FORK_POINT.iter_unpack(packed[end:])))
 
 
-# Seconds for which a round is kept while some of its members stay away.
+# Seconds for which a round is kept while some of its members stay away. Chosen: a day covers most outages.
 FORK_POINT_LIFETIME = 24 * 3600.0
-# How many such rounds are kept at most: those in which the absent members had the most weight.
+# The most such rounds that are kept: those in which the absent members had the most weight. Chosen: bounds memory.
 MAX_KEPT = 16
-# A peer counts as away after this many rounds without it: to miss a single one is usual.
+# A peer counts as away after it has missed this many rounds. Chosen: missing a single one is common.
 ROUNDS_TO_BE_AWAY = 2
-# How many rounds are kept for each absent peer. It may not have received the result of the last one that others
+# How many rounds are kept for each absent peer. Chosen: it may not have received the result of the last one that others
 # believe it was in; then the one before is the last common round.
 ROUNDS_PER_ABSENT_PEER = 2
 
@@ -365,7 +366,7 @@ class RoundHistory:
         self._lone_steps += 1
 
     def _append(self, entry: Entry, others: frozenset[bytes]) -> None:
-        # The first round of all. Runs that began apart differ in what follows the beginning.
+        # The very first round. Runs that began apart differ in the round that follows the beginning.
         if not self._journal.entries and not self._inherited:
             self._inherited = (ForkPoint(BEGINNING, 0, entry.hash),)
         if self.past and self.past[-1].next_id is None:
@@ -421,7 +422,7 @@ class RoundHistory:
         return {peer for past in self.past for peer in past.weights if peer not in here}
 
     def _forked(self, absent: set[bytes], now: float) -> list[_Past]:
-        """The last rounds with absent peers, in the order of the weight that is absent, the largest last."""
+        """The last rounds with absent peers, sorted by absent weight, the largest last."""
         found: list[_Past] = []
         counts: Counter[bytes] = Counter()
         for past in reversed(self.past):

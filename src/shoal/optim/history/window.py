@@ -20,13 +20,13 @@ class Relation(enum.Enum):
     """How a peer stands to another one, or to the swarm."""
 
     BEHIND = "behind"
-    """It lacks what the other one has."""
+    """It lacks something that the other has."""
     WITH = "with"
     """Both can train together."""
     AHEAD = "ahead"
-    """The other one lacks what it has."""
+    """The other lacks something that it has."""
     ELSEWHERE = "elsewhere"
-    """Each lacks what the other one has: they train different models."""
+    """Each lacks something that the other has: they train different models."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,13 @@ class Window:
 
 
 EXACT = Window()
-"""Without any difference, as where all wait for each other."""
+"""No difference is allowed, because all wait for each other."""
 
-# A peer announces its next epoch while it looks for a group. One that is an epoch ahead of another then announces the
-# epoch after that, and still comes to the round of the other one. And a donor gives the state from before the round
-# under way, so a newcomer is an epoch behind and joins that round.
+# The window if rounds overlap with training. A peer announces its next epoch while it still looks for a group. If it is
+# one epoch ahead of another, it announces the second next one, and still comes to the round of the other. One epoch
+# behind, because a donor gives the state from before the round in flight, and the newcomer joins that round.
 EPOCHS_AHEAD = 2
 OVERLAPPING = Window(behind=1, ahead=EPOCHS_AHEAD)
-"""Where rounds overlap with training."""
 
 
 def window_of(*, overlaps: bool) -> Window:
@@ -58,9 +57,9 @@ def relation(own: float, other: float, window: Window = EXACT, common: float | N
 
     Args:
         own: its epoch, its newest version, or the number of its rounds.
-        other: that of the other one.
+        other: that of the other peer.
         window: how far apart they may be.
-        common: the last one that both have; default: all of the one that is behind.
+        common: the last one that both have; default: the smaller of the two.
     """
     common = min(own, other) if common is None else common
     is_behind, is_ahead = other - common > window.behind, own - common > window.ahead
@@ -74,16 +73,16 @@ def is_behind(own: float, other: float, most: float = 0) -> bool:
     return relation(own, other, Window(most, math.inf)) is Relation.BEHIND
 
 
-# --- who comes to a round ---------------------------------------------------------------------------------------------
+# --- which peers come to a round --------------------------------------------------------------------------------------
 
 
 def last_epoch_in_first_round(epoch: int, *, overlaps: bool) -> int:
-    """A peer beyond this epoch does not come to the first round of the global step that ends ``epoch``."""
+    """The last epoch of a peer that can come to the first round of the global step that ends ``epoch``."""
     return epoch + int(window_of(overlaps=overlaps).ahead)
 
 
 def last_epoch_in_second_round(epoch: int, *, overlaps: bool, delay_state_averaging: bool) -> int:
-    """A peer that began its global step at ``epoch`` and is beyond this epoch has finished the round for parameters.
+    """The last epoch at which a peer that began its global step at ``epoch`` may still be in the round for parameters.
 
     Peers that average gradients with each other need not be at the same epoch. Each continues to its own next one.
     """

@@ -29,13 +29,15 @@ from shoal.optim.progress.records import (
 )
 from shoal.optim.progress.run_settings import Company
 
-# A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
+# A connection idle for this long is used at the next refresh. Chosen: a refresh comes within ten seconds, and an idle
+# connection is closed after thirty.
 SECONDS_BETWEEN_USES = 15.0
-# What a peer has told within this many seconds, or since this peer's last batch began, is taken as it is.
+# News that is younger than this, or than this peer's last batch, counts as current. In seconds. Chosen.
 LATEST_SECONDS = 0.15
-# If a larger share of the target is extrapolated from older records, this peer asks before it ends the epoch.
+# If a larger share of the target than this is extrapolated from older records, this peer asks before it ends the epoch.
+# Chosen.
 MOST_GUESSED = 0.05
-# How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
+# The most goodbyes that are remembered, so that late records of departed peers do not bring them back. Chosen.
 MAX_DEPARTED = 1024
 
 
@@ -46,7 +48,7 @@ class EpochRule:
     """Whether what peers have done is added up."""
 
     def share(self, target: int, num_peers: int) -> float:
-        """What one peer does in an epoch."""
+        """The share of one peer in an epoch."""
         return target / max(1, num_peers)
 
     def summary(
@@ -56,7 +58,7 @@ class EpochRule:
 
         Args:
             progress: as the sum over all peers.
-            records: of the peers at that epoch that can be reached, as far as they are believed, this one included.
+            records: the believed records of the peers at that epoch that can be reached, including this one.
         """
         return progress
 
@@ -70,8 +72,8 @@ class EpochRule:
         """DHT time at which this peer should end its epoch.
 
         Args:
-            called_end: takes the time at which the epoch ends by this peer's estimate, and returns the earliest one at
-                which it ends according to others.
+            called_end: takes this peer's estimate of the end of the epoch, and returns the earliest end according to
+                others.
         """
         if progress.epoch > own.epoch or progress.samples_accumulated >= progress.target_batch_size:
             return now
@@ -87,13 +89,13 @@ class ProgressBoard:
 
     Args:
         peer_id: id of this peer.
-        client_mode: others never call it; ``is_callable`` tells whether they can at present.
+        client_mode: others never call this peer; ``is_callable`` tells whether they can at present.
         target_batch_size: samples of all peers together that make an epoch.
         refresh: how often the swarm's records are read.
         performance_ema: measures this peer's speed.
         now: DHT time, in seconds, as in all methods.
-        host_of: the host of a peer. All peers of one host have one vote together about the epoch of the run.
-        make_guard: makes what decides how far others are believed.
+        host_of: the host of a peer. All peers of one host together have one vote about the epoch of the run.
+        make_guard: makes the guard, which decides how far others are believed.
         rule: when an epoch is over; default: by the samples of all.
     """
 
@@ -127,14 +129,14 @@ class ProgressBoard:
         self.num_others: float | None = None
         """The estimated number of other peers; ``None`` if this peer knows all of them, not only a sample."""
         self.on_change: list[Callable[[], object]] = []
-        """The watchers. They are called, without the lock, after a change that somebody may wait for: by the exchange
-        after news of others, at once or a little later for several news together."""
+        """The watchers. They are called without the lock after a change that somebody may wait for. The exchange calls
+        them after news of others, at once or a little later for several changes together."""
         self.fork_tracker = ForkTracker(peer_id, host_of)
-        """Knows which peers train another model than this one; those are not counted."""
+        """Knows which peers train another model. These are not counted."""
         self.guard = make_guard(peer_id, host_of, now)
-        """Decides what is believed of others."""
+        """Decides how far others are believed."""
         self.parse_records: Callable[[SwarmRecords], GlobalTrainingProgress] | None = None
-        """Makes the progress of the swarm of the records that count, if not as usual. It may read from this board."""
+        """Replaces the usual summary of the records that count. It may read from this board."""
         self.company: Company | None = None
         """The settings of other peers; ``None``: they are not compared."""
         self._foreign_before = frozenset[bytes]()
@@ -144,22 +146,22 @@ class ProgressBoard:
         self._last_members: frozenset[bytes] = frozenset()
         self._declared_end: float | None = None
         self.contributed_in_advance = False
-        """While :attr:`updating`: this peer waits elsewhere, and others have its gradients already."""
+        """While :attr:`updating`: this peer waits elsewhere, and others already have its gradients."""
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
     def set_target(self, samples: int) -> None:
-        """The epoch that begins has this target."""
+        """Set the target of the epoch that begins."""
         self._target_batch_size = samples
 
     @property
     def strangers(self) -> frozenset[bytes]:
-        """The peers that have other settings, so that this one cannot average with them."""
+        """The peers with settings that keep this one from averaging with them."""
         return frozenset() if self.company is None else self.company.strangers
 
     @property
     def companions(self) -> Mapping[bytes, Companion]:
-        """All other peers that are known. To be used under :attr:`lock`."""
+        """All other known peers. Use it under :attr:`lock`."""
         return self._companions
 
     # --- the swarm ----------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class ProgressBoard:
         return self.own.client_mode or len(self._companions) > MAX_CALLED
 
     def is_misjudged(self, told: LocalTrainingProgress) -> bool:
-        """Whether peers that have this record of this peer, and nothing newer, are wrong about it by now."""
+        """Whether peers whose latest record of this peer is ``told`` are now wrong about it."""
         with self.lock:
             share = self.rule.share(self._target_batch_size, self._global.num_peers)
             return estimate_is_off(told, self.own, share, self.batch_size)
@@ -230,7 +232,7 @@ class ProgressBoard:
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
         if self._contributed and not self.introduced:
-            return False  # others do not wait for a peer that they do not know: it would come alone
+            return False  # others do not wait for a peer that they do not know: it would step alone
         if self.end_of_epoch(now) > now:
             return False
         return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
@@ -246,7 +248,7 @@ class ProgressBoard:
         return progress.epoch == self.own.epoch and self._is_known_to_be_over(now)
 
     def _is_known_to_be_over(self, now: float) -> bool:
-        """Whether it is time by count. Alone, extrapolation says nothing: this peer may just have paused."""
+        """Whether the epoch is over by count. For a lone peer extrapolation is not enough: it may just have paused."""
         progress = self.global_progress(now)
         return progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
 
@@ -261,13 +263,13 @@ class ProgressBoard:
         """
         end = self.end_of_epoch(now)
         if self.introduced and 0 < end - now < self._longest_wait(patience):
-            return bool(self.expected_members(now))  # alone it can make the batch complete to the last sample
+            return bool(self.expected_members(now))  # alone, it can complete the target to the last sample
         return end <= now and self.epoch_is_over(now)
 
     def rests_on_guesses(self, now: float) -> bool:
-        """Whether the end of the epoch is due only by extrapolation of records that are not the latest.
+        """Whether the end of the epoch is due only by extrapolation of older records.
 
-        Their peers may have paused since, as on a machine with other work, and the step would have too few samples.
+        Their peers may have paused since, for example on a busy machine, and the step would have too few samples.
         """
         if not self.rule.adds_up:
             return False
@@ -284,7 +286,7 @@ class ProgressBoard:
             return len(kin) <= MAX_CALLED and guessed > MOST_GUESSED * self._target_batch_size
 
     def should_ask(self, now: float) -> bool:
-        """Whether the next batch is probably the last one, and others should tell meanwhile how far they are."""
+        """Whether to ask others how far they are, because the next batch is probably the last one."""
         is_near = self.introduced and self.end_of_epoch(now) - now <= self.batch_time + LATEST_SECONDS
         if not is_near or now < self._asked_at + max(LATEST_SECONDS, self.batch_time) or not self.rests_on_guesses(now):
             return False
@@ -292,7 +294,7 @@ class ProgressBoard:
         return True
 
     def may_join_in_advance(self, patience: float) -> bool:
-        """Whether this peer may join a group while it makes a batch: the others in the group wait until that is done.
+        """Whether this peer may join a group while it makes a batch, for which the others in the group then wait.
 
         Args:
             patience: the longest that peers wait for others that have not joined, in seconds.
@@ -326,11 +328,11 @@ class ProgressBoard:
         return self._declared_end is not None
 
     def seconds_to_end(self, now: float) -> float:
-        """While :attr:`updating`: for how many seconds others may still go on in this epoch."""
+        """While :attr:`updating`: for how many more seconds others may continue in this epoch."""
         end = self._declared_end
         return 0.0 if end is None else max(0.0, end - now)
 
-    # --- who takes part -----------------------------------------------------------------------------------------------
+    # --- which peers take part ----------------------------------------------------------------------------------------
 
     def expected_members(self, now: float, until_epoch: int | None = None) -> set[bytes]:
         """Other peers that will take part in the round at the end of this peer's epoch.
@@ -340,7 +342,7 @@ class ProgressBoard:
         """
         with self.lock:
             if self.own.peer_id in self._settled(now).losers:
-                # This peer is about to take over another state, and the others do not count it meanwhile.
+                # This peer is about to take over another state. Until then the others do not count it.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
             kin = self.kin(now)
@@ -350,9 +352,9 @@ class ProgressBoard:
             return self.guard.whom_to_wait_for(expected, now)
 
     def _is_left_behind(self, kin: Mapping[bytes, Companion], now: float) -> bool:
-        """Whether most others have ended this peer's epoch without it. Nobody who matters comes to its round then.
+        """Whether most others have ended this peer's epoch without it.
 
-        Peers that this has happened to must not meet: each of them takes over the state of the others.
+        Peers that are left behind must not meet in a round of their own: each takes over the state of the others.
         """
         return self.moves_together and self.guard.are_most_beyond(kin, self.own.epoch, now)
 
@@ -362,7 +364,7 @@ class ProgressBoard:
         return bool(self._last_members)
 
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
-        """Those of several peers that have not left and are not beyond the epoch given for each of them."""
+        """The given peers that have not left and are not beyond the epoch given for each."""
         with self.lock:
             strangers = self._settled(now).losers
             if self.own.peer_id in strangers:
@@ -400,25 +402,26 @@ class ProgressBoard:
         return None if companion is None else companion.record.time
 
     def companions_to_call(self, now: float, *, or_ended: bool = True) -> list[LocalTrainingProgress]:
-        """Records of the peers that can be called directly; with ``or_ended`` also of those whose program has ended."""
+        """Records of the peers that can be called directly, with ``or_ended`` including those whose program has
+        ended."""
         with self.lock:
             self._drop_expired(now)
             return [companion.record for companion in self._callable() if or_ended or not companion.has_ended]
 
     def companions_to_ask(self, now: float) -> list[LocalTrainingProgress]:
-        """Records of the peers that can be called and were not heard of lately.
+        """Records of the peers that can be called and were not heard of recently.
 
-        A peer whose idle connection would soon be closed is called, too: a new connection costs more bytes than many
+        This includes peers whose idle connection would soon be closed. A new connection costs more bytes than many
         calls, and at the end of the epoch it costs time.
         """
         with self.lock:
             self._drop_expired(now)
-            lately = now - (self._global.next_fetch_time - self._planned_at) / 2
+            recently = now - (self._global.next_fetch_time - self._planned_at) / 2
             return [
                 companion.record
                 for companion in self._callable()
                 if companion.unreachable_since is None
-                and (companion.heard_at < lately or companion.called_at < now - SECONDS_BETWEEN_USES)
+                and (companion.heard_at < recently or companion.called_at < now - SECONDS_BETWEEN_USES)
             ]
 
     def companions_to_try_again(self, now: float) -> list[LocalTrainingProgress]:
@@ -446,7 +449,7 @@ class ProgressBoard:
         """This peer is at this epoch and has accumulated this many samples for the next one."""
         with self.lock:
             before = self.own.samples_accumulated
-            # A peer that was brought to the others' epoch by averaging with them keeps its samples.
+            # A peer that adopted the others' epoch by averaging with them keeps its samples.
             extra = samples - before if self.own.epoch == epoch or samples > before else samples
             self.batch_size = extra if extra > 0 else self.batch_size
             if extra > 0 and not self.performance_ema.paused:
@@ -457,7 +460,7 @@ class ProgressBoard:
             self._set_own(epoch, samples, now)
 
     def announce(self) -> None:
-        """This peer takes part from now on, although it has made no samples: others wait for its first batch."""
+        """Take part from now on, although this peer has made no samples: others wait for its first batch."""
         with self.lock:
             self._contributed = True
 
@@ -500,7 +503,7 @@ class ProgressBoard:
     ) -> None:
         """A round is over, see :meth:`Members.note_round <shoal.guard.policy.Members.note_round>`."""
         with self.lock:
-            # Where rounds overlap with training, a long one costs nobody time.
+            # If rounds overlap with training, a long one costs nobody time.
             waits = waits if self.moves_together else None
             self.guard.note_round(samples, now, self._companions, self.own.epoch, seconds, waits)
 
@@ -514,7 +517,7 @@ class ProgressBoard:
         self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, self._is_client(), own.is_donor)
 
     def note_introduction(self, now: float) -> None:
-        """All peers that can be called know that this one takes part. From now on they wait for it."""
+        """All peers that can be called know that this one takes part, and wait for it from now on."""
         with self.lock:
             self.epoch_when_introduced = self._summarize(now).epoch
             self.introduced = True
@@ -534,7 +537,7 @@ class ProgressBoard:
         """A peer has told its progress itself, so it is alive.
 
         Args:
-            end: it has declared its epoch over, and others may go on until this DHT time.
+            end: it has declared its epoch over, and others may continue until this DHT time.
             in_advance: see :class:`~shoal.optim.progress.records.Companion`.
             lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
@@ -544,7 +547,7 @@ class ProgressBoard:
                 return
             self.fork_tracker.changed = self.fork_tracker.changed or companion.unreachable_since is not None
             companion.heard_at, companion.unreachable_since = now, None
-            if companion.record.epoch == record.epoch:  # else this answer is older than what it has told since
+            if companion.record.epoch == record.epoch:  # otherwise the peer has sent newer progress since
                 companion.end, companion.in_advance = end, in_advance
 
     def hear_many(
@@ -573,7 +576,7 @@ class ProgressBoard:
     def _take_note(
         self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None, now: float
     ) -> Companion | None:
-        """Returns the peer whose record it is; ``None`` if that peer has said goodbye since."""
+        """Store the record, and return its peer; ``None`` if that peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
         self._departed.pop(record.peer_id, None)
@@ -611,7 +614,7 @@ class ProgressBoard:
             self.fork_tracker.forget(peer)
 
     def mark_unreachable(self, peer: bytes, called_at: float, *, is_refused: bool = False) -> None:
-        """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
+        """A call to a peer has failed. This is ignored if the peer was heard of since the call was made."""
         with self.lock:
             companion = self._companions.get(peer)
             if companion is not None and companion.note_failed_call(called_at, is_refused=is_refused):
@@ -625,7 +628,7 @@ class ProgressBoard:
     # --- partitions of the run ----------------------------------------------------------------------------------------
 
     def verdict(self, now: float) -> ForkChoice:
-        """Which side of the run goes on, if it was split."""
+        """Which partition of the run wins, if it was split."""
         with self.lock:
             return self._settled(now)
 
@@ -639,9 +642,9 @@ class ProgressBoard:
         return self.fork_tracker.verdict(self.own, companions, now)
 
     def kin(self, now: float) -> dict[bytes, Companion]:
-        """The peers that count: without those that train another model and will give way, or claim false epochs.
+        """The peers that count: without those that train another model and will give way, or that claim false epochs.
 
-        To be used under :attr:`lock`.
+        Use it under :attr:`lock`.
         """
         verdict = self._settled(now)
         foreign = {*verdict.losers, *self.strangers}

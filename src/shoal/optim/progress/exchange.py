@@ -1,12 +1,12 @@
 """How peers learn of each other's progress: through records in the DHT, and by direct calls.
 
 Each peer keeps a record in the DHT; peers find each other by these records. One reading transfers the records of all
-peers, so readings are rare. A peer calls directly those that it knows: every few seconds, more often near the end of
-the epoch, and at once with news that others wait for. Such news is that the peer takes part from now on, that others
-estimate its progress wrongly, that it declares the epoch over, has reached the next one, or leaves. A call takes a few
+peers, so readings are rare. A peer calls the peers that it knows directly: every few seconds, more often near the end
+of the epoch, and at once with news that others wait for. It sends such news when it begins to take part, when others
+estimate its progress wrongly, when it declares the epoch over, has reached the next one, or leaves. A call takes a few
 dozen bytes. A failed call shows that a peer is gone, long before its record expires.
 
-A peer also calls those that it has met lately, even without a record. So who hides records cannot part peers.
+A peer also calls peers that it has met recently but that have no record. So hiding records cannot separate peers.
 """
 
 from __future__ import annotations
@@ -48,42 +48,45 @@ from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 
 logger = logging.getLogger(__name__)
 
-# More records of one key need not be read to know that it is to be divided, and its holders could not send them all.
+# The most records of one key that are read. Chosen: enough to know that the key must be divided. Its holders could not
+# send all of them.
 MOST_READ = 3 * TOO_MANY // 2
-# How many peers are told this peer's settings at once, and again as many in this number of seconds. Settings may take
-# several hundred kilobytes.
+# Token bucket: this peer sends its settings to this many peers at once, and to as many again in this many seconds.
+# Chosen: settings may take several hundred kilobytes.
 SETTINGS_AT_ONCE, SETTINGS_SECONDS = 16, 10.0
-# Seconds within which another peer must answer a direct call, else it does not count as present.
+# A peer that does not answer a direct call within this many seconds does not count as present. Chosen: tolerates slow
+# machines.
 CALL_TIMEOUT = 10.0
-# The same for a peer that has said something itself since the call was made, and nothing since then.
+# The timeout of a second call to a peer that did not answer the first one, but has called itself meanwhile. Chosen.
 SECOND_CALL_TIMEOUT = 5.0
-# Seconds that a newcomer waits at most for its calls to all others.
+# The most seconds that a newcomer waits for its calls to all others. Chosen: dead peers must not delay it.
 INTRODUCTION_TIMEOUT = 3.0
+# Attempts of a call, and the seconds between them. Chosen: a single refusal may be chance, but a killed process refuses
+# every time.
 DIAL_ATTEMPTS = 2
-# Seconds between two attempts. A single refusal may be chance, but a killed process refuses every time.
 DIAL_PAUSE = 0.2
-# How many peers of a large swarm are called in a refresh.
+# The most peers of a large swarm that are called in a refresh. Chosen: bounds the traffic.
 MAX_ASKED = 16
-# How many of the DHT nodes that hold the records a newcomer asks: more than usual, because it must not miss a peer.
+# How many of the DHT nodes that hold the records a newcomer asks. Chosen: more than usual, so that it misses no peer.
 HOLDERS_READ_AT_START = 5
-# Seconds that a goodbye may take, because the user waits for it. If it is lost, the record expires.
+# Seconds that a goodbye may take. Chosen: the user waits for it. If it is lost, the record expires.
 GOODBYE_TIMEOUT = 1.0
-# Watchers look at all peers, so in large swarms they are called at most this often (seconds).
+# In large swarms, the least seconds between two calls of the watchers. Chosen: they look at all peers.
 SECONDS_BETWEEN_CHANGES = 0.5
-# Peers without a record are called for as many seconds after they were heard, and as many are remembered: a record may
-# be hidden, or a long outage may have let it expire.
+# Peers without a record are called until this many seconds after they were last heard, and this many are remembered.
+# Chosen: a record may be hidden, or may have expired in a long outage.
 MEMORY_SECONDS, MAX_RECENT_PEERS = 600.0, 1024
-# How many of them are called at a time, and how long each is then left alone: they may be dead.
+# How many of these are called at a time, and the seconds until each is called again. Chosen: they may be dead.
 LOST_AT_ONCE, SECONDS_BETWEEN_CALLS = 8, 10.0
-# Least seconds between two records of this peer in the DHT.
+# The least seconds between two records of this peer in the DHT. Chosen: calls bring news sooner.
 NEWS_PERIOD = 10.0
-# So many readings in a row may be repeated soon, because they have led to other keys, or have brought GROWTH times as
-# many records as the one before. More would serve peers that make up records.
+# A reading is repeated soon if it led to other keys, or brought GROWTH times as many records as the one before; at most
+# this many times in a row. Chosen: without a limit, made-up records could cause endless readings.
 MAX_MOVES, GROWTH = 8, 5 / 4
 
 
 class ProgressMessage(Header, array_like=True):
-    """A peer's progress, told in a call. Every peer tells it to every other one, so it is an array, without names."""
+    """A peer's progress, sent in a call. It is an array without names, because every peer sends it to every other."""
 
     epoch: Count
     samples_accumulated: Count
@@ -91,25 +94,25 @@ class ProgressMessage(Header, array_like=True):
     time: Moment
     client_mode: bool
     taking_part: bool = True
-    """False while the sender has no samples: its numbers then say nothing about the swarm."""
+    """False while the sender has no samples, so that its numbers do not count."""
     ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
-    """The sender has declared its epoch over and begins no more batches. By its estimate the others may go on for this
-    many seconds; ``None`` if it still trains."""
+    """The sender has declared its epoch over and begins no more batches. By its estimate the others may continue for
+    this many seconds; ``None`` if it still trains."""
     leaving: bool = False
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
-    """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
+    """The rounds behind the sender's parameters; ``None`` to members of its last round, which know them."""
     is_donor: bool = False
-    """The sender only has a state for others, and comes to no round."""
+    """The sender only has a state for others, and joins no round."""
     settings: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] | None = None
-    """A hash of the sender's settings, for a receiver whose own it does not know; see
+    """A hash of the sender's settings, if it does not know those of the receiver; see
     :mod:`~shoal.optim.progress.run_settings`."""
     in_advance: bool = False
-    """The sender waits elsewhere, and has contributed to the round of gradients that ends its epoch in advance. It does
+    """The sender waits elsewhere, and has contributed in advance to the round of gradients that ends its epoch. It does
     not end the epoch before it is back."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
-        """A message with this progress; ``more`` are the remaining fields."""
+        """A message with this progress, and with the remaining fields from ``more``."""
         return cls(
             progress.epoch,
             progress.samples_accumulated,
@@ -134,9 +137,9 @@ class ProgressMessage(Header, array_like=True):
 
 
 FROM_THE_FUTURE = "progress from the future"
-"""Says why progress is refused; the sender looks for it in the answer."""
+"""The reason for a refusal; the sender looks for it in the answer."""
 CLOCK_IS_AHEAD = "peer %s does not count this one, whose clock is ahead of its own. Turn on NTP here (%s), or there"
-"""What the sender's user is told: the peer, and how to set the clock."""
+"""The message to the sender's user, with the peer and how to set the clock."""
 
 
 def check_time(progress: LocalTrainingProgress, now: float) -> None:
@@ -181,9 +184,9 @@ class ProgressExchange(ServicerBase):
         self._peers_by_tag: dict[Any, bytes] = {}
         self.key, self._run = f"{prefix}_progress", f"run {prefix!r}"
         self.spread = KeySharding(owner_tag)
-        """Under which keys this peer's record stands: in a large swarm the records are spread over several."""
+        """The key of this peer's record: in a large swarm the records are sharded over several keys."""
         self._written_until: dict[str, float] = {}  # when this peer's record under each key expires
-        self._moves = 0  # readings in a row that are repeated soon
+        self._moves = 0  # how many readings in a row were repeated soon
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
         """Set inside the loop: the first if there is news to publish, the second if others must be called."""
@@ -192,24 +195,24 @@ class ProgressExchange(ServicerBase):
         self.on_fetch: Callable[[], object] | None = None
         """Called after each refresh of the others' progress during which this peer stayed at one epoch."""
         self._written: LocalTrainingProgress | None = None
-        # The record above stands in the DHT; this one is what the peers that can be called were told last.
+        # The record above is in the DHT; this one is what the peers that can be called were told last.
         self._told = board.own
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
-        self._heard_at: Bounded[PeerID, float] = Bounded(4096)  # by these calls, of either side
+        self._heard_at: Bounded[PeerID, float] = Bounded(4096)  # when calls in either direction last brought news
         self._call_again: set[PeerID] = set()
         self.runs: RunList | None = None
-        """The list of all runs in the swarm; ``None``: this run is not listed."""
+        """This peer's part in the list of runs; ``None``: this run is not listed."""
         self._answers = TokenBuckets(SETTINGS_AT_ONCE / SETTINGS_SECONDS, SETTINGS_AT_ONCE, most=1)
         self.recent_peers: Bounded[PeerID, None] = Bounded(MAX_RECENT_PEERS, seconds=MEMORY_SECONDS, now=get_dht_time)
-        """Peers that can be called and that this one has heard lately. They are called even without a record."""
+        """Peers that can be called and were heard recently. They are called even without a record."""
         self._lost = Backoffs(SECONDS_BETWEEN_CALLS, SECONDS_BETWEEN_CALLS, get_dht_time)
         self._telling: asyncio.TimerHandle | None = None
         self._warn_once = Seldom(logger.warning, math.inf)
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
-        """The name of the method on the wire. It is short because it makes up a large part of a call."""
+        """The name of the method on the wire. It is short, because it is a large part of a call."""
         return str(namespace) if method == "rpc_exchange_progress" else f"{namespace}.{method.removeprefix('rpc_')}"
 
     async def start(self) -> None:
@@ -222,7 +225,7 @@ class ProgressExchange(ServicerBase):
             task.add_done_callback(_tell_failure)
 
     def _tell_change(self) -> None:
-        """Call the watchers, who look at all peers: in a large swarm not at every message."""
+        """Call the watchers. They look at all peers, so in a large swarm they are not called at every message."""
         if self._board.own.client_mode or not self._board.relies_on_records or not self._tasks:
             self._board.call_watchers()
         elif self._telling is None:
@@ -251,7 +254,7 @@ class ProgressExchange(ServicerBase):
                     await asyncio.gather(self._withdraw(), *calls, return_exceptions=True)
             except TimeoutError:
                 logger.info("not everybody could be told that this peer leaves: its record will expire")
-            self._board.published = False  # what is told from now on, such as to averagers, is no return
+            self._board.published = False  # later messages, such as to averagers, must not look like a return
 
     # --- through the DHT ----------------------------------------------------------------------------------------------
 
@@ -288,7 +291,7 @@ class ProgressExchange(ServicerBase):
         Each peer reads after it has published. So if two publish at the same time, at least one finds the other.
         """
         self._board.published = True
-        await self.fetch(HOLDERS_READ_AT_START, is_moving=True)  # others come at the same time
+        await self.fetch(HOLDERS_READ_AT_START, is_moving=True)  # others may be joining at the same time
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
@@ -337,10 +340,10 @@ class ProgressExchange(ServicerBase):
             await asyncio.sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
 
     async def fetch(self, holders: int, is_moving: bool = False) -> list[asyncio.Task[None]]:
-        """Read the records, and call those that were not known: returns these calls.
+        """Read the records, and call the peers that were not known; returns these calls.
 
         Args:
-            is_moving: read them again soon. So it is in any case if the keys have changed, or the swarm has grown.
+            is_moving: read them again soon, as after a change of keys or growth of the swarm.
         """
         spread = self.spread
         found: dict[bytes, tuple[ProgressRecord, float]] = {}
@@ -383,7 +386,7 @@ class ProgressExchange(ServicerBase):
             Whether this peer's record now belongs under another key.
         """
         key = key_at(self.key, place)
-        # One holder after the other, where there are many records: each sends only those that are new.
+        # If there are many records, ask one holder after the other: each sends only those that are new.
         workers = 1 if len(self._peers_by_tag) > MAX_ASKED else None
         try:
             how: dict[str, Any] = {"beam_size": holders, "num_workers": workers, "most_entries": MOST_READ}
@@ -404,7 +407,7 @@ class ProgressExchange(ServicerBase):
             try:
                 record = parse_record(entry.value)
                 check_time(record, now)
-                # DHT nodes check owners under the first key, but not under the keys over which records are spread.
+                # DHT nodes check owners under the first key, but not under the keys over which records are sharded.
                 is_checked = not place or self._peers_by_tag.get(tag, seen.get(tag)) == record.peer_id
                 if not is_checked and not is_endorsed(record, tag):
                     raise ValueError("a record in the name of another peer")
@@ -422,7 +425,7 @@ class ProgressExchange(ServicerBase):
                     found[record.peer_id] = (record, float(entry.expiration_time))
         if not self.spread.learn(place, list(depths.values())):
             return False
-        # A newcomer, which begins at the top, or the swarm has grown or shrunk: others look for this record elsewhere.
+        # This peer is new and began with the first key, or the swarm has grown or shrunk: others look elsewhere.
         self._written = None
         self.report_due.set()
         return True
@@ -440,7 +443,7 @@ class ProgressExchange(ServicerBase):
                 self._call_soon(peer)
 
     def _unknown_mates(self) -> list[PeerID]:
-        """Members of this peer's latest round without a record: the nodes that tell of others may be dead."""
+        """Members of this peer's latest round without a record: the DHT nodes that had their records may be dead."""
         mates = () if self._board.guard.is_large else map(PeerID, self._board.guard.latest)
         return [peer for peer in mates if peer != self._p2p.peer_id and not self._is_known(peer)]
 
@@ -463,7 +466,7 @@ class ProgressExchange(ServicerBase):
         """Ask all others that can be called how far they are.
 
         Args:
-            seconds: after this many, go on with the answers that have come.
+            seconds: after this many, continue with the answers so far.
         """
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
@@ -474,7 +477,7 @@ class ProgressExchange(ServicerBase):
         return [PeerID(record.peer_id) for record in records]
 
     def some_of(self, records: list[LocalTrainingProgress], most: int) -> list[LocalTrainingProgress]:
-        """Of many peers a sample, half of it of those that were in rounds: else a crowd could keep news from them."""
+        """A sample of many peers. Half of it is from peers that were in rounds, which a crowd must not displace."""
         if len(records) <= MAX_CALLED:
             return records
         rng, is_known = self._p2p.rng, self._board.guard.has_met
@@ -484,7 +487,7 @@ class ProgressExchange(ServicerBase):
         return [*chosen.values(), *rng.sample(rest, most - len(chosen))]
 
     def _call_soon(self, peer: PeerID) -> asyncio.Task[None]:
-        """Tell a peer the latest news. If a call to it is under way, it gets a second one after that."""
+        """Tell a peer the latest news. If a call to it is in flight, a second one follows."""
         if peer in self._calls:
             self._call_again.add(peer)
             return self._calls[peer]
@@ -499,7 +502,7 @@ class ProgressExchange(ServicerBase):
                 self._call_again.discard(peer)
                 await self._call(peer)
                 await self._compare_settings(peer)
-        finally:  # at once: news that come a moment later need a call of their own
+        finally:  # without awaiting anything: later news need a call of their own
             del self._calls[peer]
 
     async def _call(self, peer: PeerID, leaving: bool = False, timeout: float = CALL_TIMEOUT) -> None:
@@ -518,7 +521,7 @@ class ProgressExchange(ServicerBase):
                     self._p2p.metrics.troubles["clocks that differ"] += 1
                     self._warn_once(CLOCK_IS_AHEAD, peer, set_the_clock())
                     self._p2p.compare_clocks()
-                return  # it has answered, so it can be reached
+                return  # the peer has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
                 is_refused = isinstance(e, RefusedDialError)
@@ -531,7 +534,7 @@ class ProgressExchange(ServicerBase):
                 is_silent = isinstance(e, TimeoutError)
                 break
         if is_silent and timeout == CALL_TIMEOUT and self._heard_at.get(peer, -math.inf) >= called_at:
-            # So this call does not count. The next one in turn comes later, and others may be waiting for the peer.
+            # The peer is alive, so this timeout does not count. Call again at once: others may be waiting for the peer.
             await self._call(peer, leaving, SECOND_CALL_TIMEOUT)
             return
         self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
@@ -562,7 +565,7 @@ class ProgressExchange(ServicerBase):
         try:
             check_time(progress, now)
         except ValueError:
-            self._p2p.compare_clocks()  # one of the two has the wrong time, and it may be this one
+            self._p2p.compare_clocks()  # one of the two clocks is wrong, perhaps this one
             raise
         if self._board.company is not None and message.settings is not None:
             was_first = not self._board.introduced
@@ -574,7 +577,7 @@ class ProgressExchange(ServicerBase):
             self._tell_change()
         elif message.taking_part:
             goodbye_at = self._p2p.book.find(peer).goodbye_at
-            if goodbye_at is not None and goodbye_at < progress.time:  # else this message is older than the goodbye
+            if goodbye_at is not None and goodbye_at < progress.time:  # otherwise the goodbye is newer
                 self._p2p.book[peer].goodbye_at = None
             if not message.client_mode:
                 self.recent_peers[peer] = None
@@ -601,7 +604,7 @@ class ProgressExchange(ServicerBase):
         try:
             theirs = await stub.rpc_exchange_settings(self._board.company.own, timeout=CALL_TIMEOUT)
         except (ShoalError, TimeoutError) as e:  # the next call tries again
-            logger.debug("peer %s has other settings, and does not tell them: %s", peer, e)
+            logger.debug("peer %s has other settings, but did not send them: %s", peer, e)
             return
         self._hear_settings(peer, theirs)
 
@@ -614,7 +617,7 @@ class ProgressExchange(ServicerBase):
         """Another peer tells its settings, and gets this one's in return.
 
         Raises:
-            BusyError: too many have asked in the last seconds.
+            BusyError: too many peers have asked in the last seconds.
         """
         if self._board.company is None:
             raise ShoalError("this peer compares no settings")
@@ -626,7 +629,7 @@ class ProgressExchange(ServicerBase):
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one. It calls that peer first if its knowledge may be old."""
         fork_tracker, tag = self._board.fork_tracker, peer.to_bytes()
-        # A mate shares this peer's last round. Had it changed sides since, it would have told that at once.
+        # A mate shares this peer's last round. If it had changed sides since, it would have said so at once.
         is_known = tag in fork_tracker.mates
         if not is_known and fork_tracker.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
             await asyncio.shield(self._call_soon(peer))
@@ -637,4 +640,4 @@ class ProgressExchange(ServicerBase):
 def _tell_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        logger.error("this peer no longer follows the progress of others: make its optimizer anew", exc_info=error)
+        logger.error("this peer no longer follows the progress of others: make a new optimizer", exc_info=error)

@@ -1,9 +1,9 @@
 """Progress of one peer and of the swarm: records, the estimate of a peer's speed, and what follows from them.
 
-Each peer tells the others its epoch, the samples it has accumulated, and how many it makes in a second. Everybody
-extrapolates these records to the present. The epoch ends when the sum over all peers reaches the target batch size.
-Everything that follows from records is computed by pure functions here. :mod:`shoal.optim.progress.board` holds what a
-peer knows of the others at run time.
+Each peer tells the others its epoch, the samples it has accumulated, and its speed in samples per second. All peers
+extrapolate these records to the present. The epoch ends when the sum over all peers reaches the target batch size. Pure
+functions here compute everything that follows from records. :mod:`shoal.optim.progress.board` holds what a peer knows
+of the others at run time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from shoal.peers.identity import Identity, Name, verify_signature
 PlainValues = dict[str, Any]
 """The fields of a record, by name."""
 
-# Seconds that a measurement of the speed takes at least, if batches are shorter.
+# The least seconds that a measurement of the speed takes; shorter batches are measured together. Chosen, see
+# PerformanceEMA.count.
 SHORTEST_MEASUREMENT = 0.1
 
 
@@ -59,7 +60,7 @@ class PerformanceEMA:
         self._timestamp = self._clock()
         self._uncounted = 0.0
         self.is_first_guess = False
-        """The only measurement so far may contain the time before the first batch, such as to load the data."""
+        """The only measurement so far may include time before the first batch, such as for loading the data."""
         self._lock = threading.Lock()
 
     def update(self, task_size: float, interval: float | None = None) -> float:
@@ -88,9 +89,9 @@ class PerformanceEMA:
     def count(self, task_size: float) -> None:
         """Count samples that have just been processed. Many short batches make one measurement.
 
-        When the first batch began is not known, so the first measurement is only a guess, and the second replaces it.
-        The average is over the latest ten measurements or so. If each took a millisecond, it would say how fast the
-        machine is between two interruptions by other programs, and not how fast it is.
+        The start of the first batch is unknown, so the first measurement is only a guess, and the second replaces it.
+        The average is over about the latest ten measurements. If each took a millisecond, it would show the speed
+        between two interruptions by other programs, and not the speed of the machine.
         """
         self._uncounted += task_size
         if self.num_updates == 0 or self._clock() - self._timestamp >= SHORTEST_MEASUREMENT:
@@ -142,24 +143,28 @@ class PerformanceEMA:
 
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 
+# The most addresses in a record. Chosen: keeps records small.
 MAX_ADDRESSES = 8
-# How many peers are called directly: calls to all peers of a large swarm would cost too much. The rest read the DHT.
+# The most peers that are called directly; the rest read the DHT. Chosen: calls to all peers of a large swarm would cost
+# too much.
 MAX_CALLED = 64
-# So many peers are remembered. Readings of a large swarm bring a few hundred; anybody can call under many names.
+# The most peers that are remembered. Chosen: readings of a large swarm bring a few hundred, and the limit is needed
+# because anybody can call under many names.
 MAX_COMPANIONS = 2048
-# How many of the DHT nodes that hold the records are asked in a regular reading.
+# How many of the DHT nodes that hold the records are asked in a regular reading. Chosen: one may be dead.
 HOLDERS_READ = 2
 
-# Size of a record in the DHT: owner tag, numbers, addresses and two signatures.
+# The estimated size of a record in the DHT: owner tag, numbers, addresses and two signatures.
 _BYTES_OF_RECORD = 450
-# What each side of a call sends on average.
+# The estimated size of what each side of a call sends.
 _BYTES_OF_CALL = 64
-# What readings, and calls, may cost in the long run; the budget grows by this with each doubling of the swarm.
+# What readings, and calls, may cost in the long run. The budget grows by this with each doubling of the swarm. Chosen:
+# little beside the traffic of training.
 _BYTES_PER_SECOND = 100.0
-# A peer tells its progress again when the others' estimate of it is off by this share of its part of an epoch.
+# A peer tells its progress again when the others' estimate of it is off by this share of its part of an epoch. Chosen.
 _TOLERANCE = 0.05
 
-# Samples per second, so that nothing is divided by 0 where the swarm stands still.
+# Samples per second. Chosen: avoids a division by 0 if the swarm stands still.
 _NO_SPEED = 1e-20
 
 
@@ -195,10 +200,10 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
     """DHT time of the record."""
     client_mode: bool
     is_donor: bool = False
-    """It does not train: it only has the state of this epoch for others, and comes to no round."""
+    """It does not train: it only has the state of this epoch for others, and joins no round."""
 
     def to_dict(self) -> PlainValues:
-        """Plain values, for the DHT. Only donors say that they are, and peers without a name say nothing of it."""
+        """Plain values, for the DHT. ``is_donor`` and ``name`` are left out if they are false or empty."""
         values = msgspec.structs.asdict(self)
         return {key: value for key, value in values.items() if value or key not in ("is_donor", "name")}
 
@@ -219,7 +224,7 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
             raise ValueError(one_line(str(e))) from None
 
     def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
-        """A copy of this record whose claims are cut to these limits."""
+        """A copy of this record with claims clipped to these limits."""
         if self.samples_accumulated <= samples and self.samples_per_second <= samples_per_second:
             return self
         return msgspec.structs.replace(
@@ -235,19 +240,19 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
 
 
 class ProgressRecord(LocalTrainingProgress, frozen=True):
-    """A peer's progress as it stands in the DHT."""
+    """A peer's progress as stored in the DHT."""
 
     addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)] = []
     """Where others can call it; empty for a client."""
     endorsement: bytes = b""
-    """The peer's signature of the subkey under which this record stands: the subkey is its own."""
+    """The peer's signature of the subkey of this record, which proves that the subkey is its own."""
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] = b""
     """The rounds behind its parameters, see :class:`~shoal.optim.history.journal.Lineage`; empty if it has
     none."""
     depth: Depth = 0
-    """Depth of the keys among which its peer spreads its records, see :mod:`shoal.dht.key_sharding`."""
+    """The depth of key sharding that its peer uses, see :mod:`shoal.dht.key_sharding`."""
     name: Name = ""
-    """What the peer calls itself, for the monitor."""
+    """The peer's name, for the monitor."""
 
     @property
     def lineage(self) -> Lineage:
@@ -258,14 +263,14 @@ def parse_record(value: object) -> ProgressRecord:
     """Decode and check a record that came from another peer.
 
     Raises:
-        ValueError: it has another form, or its numbers are impossible.
+        ValueError: it is malformed, or its numbers are impossible.
     """
     record = ProgressRecord.parse_obj(value)
     Lineage.unpack(record.rounds)
     return record
 
 
-# Part of what is signed, so that the signature is worth nothing in any other place.
+# Part of the signed bytes, so that the signature is useless in any other place.
 _PURPOSE = b"shoal progress owner 1"
 
 
@@ -289,7 +294,7 @@ class GlobalTrainingProgress:
     epoch: int
     """The largest epoch of any peer that others can reach."""
     samples_accumulated: int
-    """The sum of what peers at this epoch have reported."""
+    """The sum of the samples that peers at this epoch have reported."""
     target_batch_size: int
     num_peers: int
     """Peers with a valid record that can be reached, this one included once it has published its own."""
@@ -327,17 +332,17 @@ class RefreshPolicy:
     expected_drift_peers: float = 3.0
     """How many peers may join or leave unnoticed in an epoch."""
     expected_drift_rate: float = 0.2
-    """The same as a share of all peers; the larger one of both counts."""
+    """The same as a share of all peers; the larger of the two counts."""
 
     def reading_period(self, num_others: int, reaches_others: bool, is_moving: bool = False) -> float:
-        """Least seconds between two readings of the records in the DHT.
+        """The least seconds between two readings of the records in the DHT.
 
         A reading transfers the records of all peers, so the pause grows with their number.
 
         Args:
             num_others: how many records a reading brings.
-            reaches_others: some of them can be called, which is cheaper and tells the latest news.
-            is_moving: this reading has led to other keys, or has shown that the swarm grows: soon it will be different.
+            reaches_others: some of these peers can be called, which is cheaper and brings the latest news.
+            is_moving: this reading has led to other keys, or has shown that the swarm grows, so it is soon outdated.
         """
         cost = HOLDERS_READ * _BYTES_OF_RECORD * num_others
         least = 2 * self.max_period if reaches_others else self.default_period
@@ -351,7 +356,7 @@ class RefreshPolicy:
         """DHT time of the next reading: the nearer the end of the epoch, the sooner."""
         if num_peers == 0:
             return now + self.default_period
-        # With so many peers the epoch would end earlier: look again before it could be over.
+        # If this many peers trained, the epoch would end earlier: look again before it could be over.
         surprised = max(num_peers + self.expected_drift_peers, num_peers * (1 + self.expected_drift_rate))
         period = (eta - now) * num_peers / surprised
         return now + min(max(period, self.min_period), self.max_period)
@@ -369,7 +374,7 @@ def estimate_is_off(told: LocalTrainingProgress, own: LocalTrainingProgress, sha
         told: the record that they have.
         own: the peer's progress now.
         share: how many samples of an epoch come from this peer.
-        batch_size: its progress goes in steps of this size, which others cannot foresee.
+        batch_size: its progress advances in steps of this size, which others cannot foresee.
     """
     if told.epoch != own.epoch:
         return True
@@ -399,7 +404,7 @@ def summarize(
         now: DHT time.
         next_fetch_time: passed on as it is.
         stopped: peers that cannot be reached; what they have accumulated is lost.
-        is_sketchy: there are too many peers to hear of all of them in each epoch. Those whose last record is from an
+        is_sketchy: there are too many peers to hear from all of them in each epoch. Peers whose last record is from an
             earlier epoch are then assumed to be as far as the rest, in proportion to their speed.
         num_others: estimated number of other peers, if ``others`` is only a sample of them.
     """
@@ -432,7 +437,7 @@ def summarize(
 
 @dataclass
 class Companion:
-    """What this peer knows about another one: its record, and the signs of life behind it."""
+    """What this peer knows about another one: its record, and its signs of life."""
 
     record: LocalTrainingProgress
     expiration: float
@@ -440,7 +445,7 @@ class Companion:
     known_since: float = -math.inf
     """DHT time at which this peer first heard of it."""
     end: float | None = None
-    """It has declared its epoch over and is ready for the next one; others may go on until this DHT time."""
+    """It has declared its epoch over and is ready for the next one; others may continue until this DHT time."""
     in_advance: bool = False
     """It has contributed to the round of gradients that ends its epoch, but waits elsewhere."""
     heard_at: float = field(default=-math.inf)
@@ -450,8 +455,8 @@ class Companion:
     unreachable_since: float | None = None
     """DHT time of the first failed call since its last sign of life; ``None`` if it can be reached."""
     is_refused: bool = False
-    """That call, or one after it, was refused: its program has ended. Silence may also mean that this peer's own line
-    is down."""
+    """That call, or one after it, was refused: its program has ended. Silence alone may also mean that this peer is
+    offline."""
     kept_until: float = field(default=-math.inf)
     """DHT time until which the record counts even if it has expired, because the next reading is only then."""
     lineage: Lineage = field(default_factory=Lineage)
@@ -473,13 +478,13 @@ class Companion:
         )
 
     def as_at_the_beginning(self, epoch: int, began_at: float) -> Companion:
-        """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
+        """This peer at the beginning of an epoch that it has probably ended by now. The rest follows from its speed."""
         record = msgspec.structs.replace(self.record, epoch=epoch, samples_accumulated=0, time=began_at)
         return replace(self, record=record)
 
     @property
     def is_heard(self) -> bool:
-        """Whether this peer has heard from it directly; otherwise its record may be that of a dead peer."""
+        """Whether this peer has heard from it directly. Otherwise it may be dead despite its record."""
         return self.heard_at > -math.inf
 
     @property
@@ -502,7 +507,7 @@ class Companion:
 
 
 def make_room(companions: dict[bytes, Companion], is_known: Callable[[bytes], bool]) -> None:
-    """If there are too many peers, forget the one that was heard of first of those that are not known from rounds."""
+    """If there are too many peers, forget the one that was heard of first, of those that are not known from rounds."""
     if len(companions) >= MAX_COMPANIONS:
         del companions[next((peer for peer in companions if not is_known(peer)), next(iter(companions)))]
 
@@ -514,7 +519,7 @@ def expected_members(
 
     These are the peers known to be at this epoch, and those that were in the last round and may still be finishing it.
     A dead peer is left out as soon as it cannot be reached, and at the latest after one round, because it does not
-    announce the next epoch. To expect too many peers costs a wait until the scheduled time; to expect too few leaves
+    announce the next epoch. Expecting too many peers costs a wait until the scheduled time; expecting too few leaves
     peers behind. So in doubt a peer is expected.
 
     Args:

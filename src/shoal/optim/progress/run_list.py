@@ -1,8 +1,8 @@
 """A list of the runs in a swarm, to show a user the runs that exist when the name of a run is mistyped.
 
-A few peers of each run keep a small record of it under one key of the DHT, signed by themselves: how many peers their
-run has. It is read only by a peer that finds nobody in its own run, and by a monitor. Runs with a token are not listed.
-The records are claims of strangers, so they are only shown to people.
+A few peers of each run keep a small signed record under one key of the DHT: the number of peers in their run. Only
+monitors, and peers that find nobody in their own run, read the records. Runs with a token are not listed. The records
+are claims of strangers, so they are only shown to people.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ from shoal.p2p import P2P, PeerID
 logger = logging.getLogger(__name__)
 
 KEY = "shoal_runs"
-# Seconds for which a record is valid, and between two looks whether the run needs one.
+# Seconds for which a record is valid, and between two checks whether the run needs one. Chosen: a keeper renews
+# its record in the last third of its lifetime.
 LIFETIME, PERIOD = 1800.0, 600.0
-# The number of peers that keep a record of a run, and in a large run, the usual number of peers that look whether one
-# is missing.
+# How many peers keep a record of a run, and how many peers of a large run check whether one is missing. Chosen: a few
+# suffice, and more would only add traffic.
 KEEPERS, LOOKERS = 3, 12
-# Seconds after which a peer that has met nobody reads the list.
+# Seconds after which a peer that has met nobody reads the list. Chosen: usually peers meet within a few seconds.
 ALONE_SECONDS = 20.0
-# How many records are read, and from how many of the nodes that hold them.
+# How many records are read, and from how many of the nodes that hold them. Chosen: bounds the traffic of a reading.
 MOST_READ, HOLDERS_READ = 256, 2
+# Limits on what a record may claim. Chosen.
 MAX_NAME_BYTES, MOST_PEERS = 64, 10**6
+# How many runs a message names. Chosen: it must fit into a log line or two.
 RUNS_SHOWN = 5
 
 _OWNER = b"[owner:"
 
 
 def name_in_list(run_id: str) -> str:
-    """The name of a run as it stands in the list: long ones are cut."""
+    """The name of a run as it is listed: long names are cut."""
     return run_id.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
 
@@ -122,10 +125,10 @@ class RunList:
         return not self._board.present(get_dht_time())
 
     async def keep(self) -> None:
-        """Keep the run in the list until cancelled. Once, tell a lone peer which other runs there are."""
+        """Keep the run in the list until cancelled. If this peer is alone, tell its user once which runs there are."""
         rng, loop = self._p2p.rng, asyncio.get_running_loop()
         began = loop.time()
-        # In a large run the first ones are enough, and the others see that.
+        # Peers of a large run look at different times, and find that the first ones have listed it.
         await asyncio.sleep(rng.uniform(0.5, 1.5) * min(60.0, 1.0 + self._num_peers() / KEEPERS))
         await self._try(self._list_if_needed())
         await asyncio.sleep(max(0.0, began + ALONE_SECONDS - loop.time()))
@@ -163,6 +166,6 @@ class RunList:
             logger.warning("%s, none %r. Is run_id right?", ", ".join(others), self._run_id)
 
     async def withdraw(self) -> None:
-        """This peer leaves: its record is worth nothing any more."""
+        """Withdraw this peer's record, because it leaves."""
         if self._listed_until > get_dht_time():
             await self._table.store(KEY, None, math.nextafter(self._listed_until, math.inf), subkey=self._subkey)

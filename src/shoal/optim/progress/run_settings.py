@@ -4,12 +4,12 @@ Peers tell each other a short hash of their settings when they meet. If the hash
 themselves, and each of them can name the differences.
 
 A peer that trains with others that fit only warns of a stranger that does not. A peer without such company stops with
-:class:`~shoal.errors.SettingsMismatch`, because otherwise it would train alone under the name of the run, or together
-with others by other rules. One of two sides stops, and it must not be the healthy one:
+:class:`~shoal.errors.SettingsMismatch`. Otherwise it would train alone under the name of the run, or train with others
+by different rules. One of two sides stops, and it must not be the healthy one:
 
-- The side that stops has fewer hosts than another side. So one liar stops nobody.
-- If no side has more hosts, the newcomer stops: the peer that found the other side there when it came. It has the least
-  to lose. Two peers that start together may both stop: nothing tells which of them is wrong.
+- The side with fewer hosts stops. So a single liar stops nobody.
+- If no side has more hosts, the newcomer stops, that is, the peer that found the other side there when it came. It has
+  the least to lose. If two peers start together, both may stop, because nothing shows which of them is wrong.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Limits on what a peer tells. Chosen: settings fit into one message.
 DIGEST_BYTES = 8
 MAX_NAME_CHARACTERS, MAX_VALUE_CHARACTERS, MAX_SETTINGS = 200, 600, 64
-# More parameters, or more bytes of them, are compared only by the hash of all shapes: a message has at most a megabyte.
+# Beyond these numbers of parameters or bytes, only the hash of all shapes is compared. Chosen: a message has at most a
+# megabyte.
 MAX_PARAMETERS, MAX_DIMENSIONS, MAX_PARAMETER_BYTES = 4096, 16, 2**19
-# In an error and in a log line: a model that differs may differ in thousands of parameters.
+# What an error or a log line shows. Chosen: two models may differ in thousands of parameters.
 PARAMETERS_SHOWN, CHARACTERS_SHOWN = 4, 100
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 _Settings = Annotated[dict[_Name, Annotated[str, Meta(max_length=MAX_VALUE_CHARACTERS)]], Meta(max_length=MAX_SETTINGS)]
 
-# These settings are hashes, or repeat what others say in better words: they are shown only if nothing else differs.
+# These settings are hashes, or other settings say the same more clearly: they are shown only if nothing else differs.
 TENSORS, PHASES, STATE_TENSORS = "averaged tensors", "phases", "tensors averaged with the parameters"
 _OPAQUE = {
     TENSORS: "the shapes, types or roles of the averaged tensors differ",
@@ -58,7 +60,7 @@ _OPAQUE = {
 }
 
 
-# What an averager calls its settings, and what the users of an optimizer call them.
+# The averager's names of its settings, and the names that users of an optimizer know.
 SCHEMA = "shapes, types and roles of tensors"
 GRADIENT_OPTIONS = {"compression": "grad_compression", "phases": "grad_averager"}
 STATE_OPTIONS = {
@@ -67,7 +69,7 @@ STATE_OPTIONS = {
     "aggregation": "state_aggregation",
     "phases": "phases of state averaging",
 }
-# Another model usually has others of these, too.
+# These usually differ, too, if the models differ.
 OPTIMIZER, GROUPS = "optimizer", "size of each parameter group"
 _OF_THE_MODEL = {STATE_TENSORS, OPTIMIZER, GROUPS}
 
@@ -82,7 +84,7 @@ class ParameterSettings(msgspec.Struct, array_like=True, frozen=True):
     is_trained: bool
 
     def describe(self, number: int) -> str:
-        """The parameter in a text."""
+        """The parameter in words."""
         return f"parameter {_shown(self.name)!r}" if self.name else f"parameter number {number}"
 
 
@@ -112,7 +114,7 @@ class RunSettings(Header):
     def shown_to(self, other: RunSettings) -> RunSettings:
         """These settings without the declared ones that the other peer has not named itself.
 
-        Otherwise anybody could ask just to learn them.
+        Otherwise anybody could ask for them.
         """
         shown = {name: value for name, value in self.declared.items() if name in other.declared}
         return msgspec.structs.replace(self, declared=shown, hidden=len(self.declared) - len(shown))
@@ -179,7 +181,7 @@ def compare_parameters(own: Sequence[ParameterSettings], other: Sequence[Paramet
     names, their_names = [each.name for each in own], [each.name for each in other]
     has_names = all((*names, *their_names)) and len(set(their_names)) == len(their_names)
     if [(p.shape, p.is_trained) for p in own] == [(p.shape, p.is_trained) for p in other]:
-        # Wrappers rename parameters. Only if the names themselves are the same, their order means something.
+        # Wrappers rename parameters. Their order is meaningful only if the set of names is the same.
         is_moved = has_names and names != their_names and Counter(names) == Counter(their_names)
         return [_order(names, their_names)] if is_moved else []
     if has_names and set(names) & set(their_names):
@@ -255,10 +257,10 @@ def settings_of(
     """The settings of this peer.
 
     Args:
-        averager: the one without which peers do not train together.
+        averager: the averager that peers need to train together.
         parameters: all that the optimizer has, in its order.
         names: of the parameters; empty if they are not known.
-        options: by the averager's own names of its settings, what users call them.
+        options: maps the averager's names of its settings to the users' names.
         needed, shared: further settings, see :class:`RunSettings`.
     """
     declared = averager.config.agreement
@@ -285,7 +287,7 @@ def settings_of_averager(averager: AveragerNode, options: Mapping[str, str]) -> 
     """What an averager compares before it forms a group, without what users have declared.
 
     Args:
-        options: by the averager's names, what users call the settings.
+        options: maps the averager's names of the settings to the users' names.
     """
     tensors, found = hashlib.sha256(), dict[str, str]()
     for lane in averager.lanes.values():
@@ -297,7 +299,7 @@ def settings_of_averager(averager: AveragerNode, options: Mapping[str, str]) -> 
     return {**found, options.get(SCHEMA, TENSORS): tensors.hexdigest()[:16]}
 
 
-# Other values, such as whether it is fused, do not change its steps.
+# Hyper-parameters that change the steps of an optimizer. Others, such as ``fused``, do not.
 _MATTER = ("lr", "momentum", "dampening", "nesterov", "betas", "eps", "weight_decay")
 
 
@@ -314,7 +316,7 @@ def _plain(name: str) -> str:
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as short texts. What is too long ends with a hash, so that it stays different."""
+    """Settings as short texts. A text that is cut ends with a hash, so that different texts stay different."""
     return {name[:MAX_NAME_CHARACTERS]: _cut(str(value)) for name, value in settings.items()}
 
 
@@ -327,14 +329,17 @@ def _cut(text: str) -> str:
 
 # --- what other peers have --------------------------------------------------------------------------------------------
 
-# Seconds that a peer waits for others that fit, while only peers are there that do not.
+# While only peers are present that do not fit, a peer waits this many seconds for one that does. Chosen: others may
+# still be starting.
 PATIENCE = 60.0
-# Seconds that it waits for the settings of peers that it has just heard of, before it says that nobody fits.
+# A peer waits this many seconds for the settings of peers that it has just heard of, before it says that nobody fits.
+# Chosen: as long as a call may take.
 SETTLING = 10.0
-# The least seconds between two looks, because each looks at all peers.
+# The least seconds between two looks. Chosen: each look is at all peers.
 LOOK_EVERY = 1.0
+# The most peers whose settings are remembered. Chosen: bounds memory.
 MAX_PEERS = 2048
-# In a log line. An error names all differences.
+# Limits of a log line. Chosen: it must fit into two lines of a terminal. An error names all differences.
 CHARACTERS_OF_DIFFERENCES, PEERS_SHOWN = 90, 3
 RAISE, WARN = "raise", "warn"
 
@@ -359,11 +364,11 @@ class KnownSettings:
     """``None``: its settings have not arrived yet. Empty: it fits."""
     can_average: bool = True
     is_urgent: bool = False
-    """To wait for peers that fit makes no sense."""
+    """Waiting for peers that fit is useless."""
     was_first: bool = False
     """It was there before this peer took part."""
     refuses: bool = False
-    """It has declared something else than this peer, so it refuses its state and says why."""
+    """It has declared other settings than this peer, so it refuses this peer its state, with the reason."""
 
 
 class Company:
@@ -381,8 +386,8 @@ class Company:
         self.strangers: frozenset[bytes] = frozenset()
         """The peers with which this one cannot average."""
         self.foreign: frozenset[bytes] = frozenset()
-        """Those, and the peers that have not told yet whether they can. Rounds say nothing about these: the two sides
-        have not come apart, because they were never together."""
+        """The strangers, and the peers whose settings have not arrived yet. Rounds are not compared with these: the two
+        sides have not split, because they were never together."""
         self.refusing: frozenset[bytes] = frozenset()
         """The strangers that refuse their state, with a reason for the users of both sides."""
         self._known: dict[bytes, KnownSettings] = {}
@@ -410,7 +415,7 @@ class Company:
             self._note(peer, KnownSettings(digest, () if digest == self.digest else None, was_first=was_first))
 
     def change(self, settings: RunSettings) -> None:
-        """This peer has learnt something about itself, such as the names of its parameters."""
+        """Replace this peer's settings, such as after it has learnt the names of its parameters."""
         self.own, self.digest = settings, settings.digest
 
     def wants_settings_of(self, peer: bytes) -> bool:
@@ -425,7 +430,7 @@ class Company:
             was_first: as above.
         """
         known = self._known.get(peer)
-        if known is not None:  # part of the settings may be hidden, so that their hash is another one
+        if known is not None:  # keep the hash it told: that of settings with hidden parts is another one
             digest, was_first = known.digest, known.was_first
         else:
             digest = settings.digest
@@ -461,8 +466,8 @@ class Company:
         Args:
             present: the other peers that take part and can be reached.
             mates: the members of this peer's last round. They fit, even if they cannot tell their settings.
-            now: seconds of a clock that is never set.
-            host_of: peers of one host have one vote.
+            now: seconds of a monotonic clock.
+            host_of: the host of a peer; the peers of one host have one vote together.
 
         Raises:
             SettingsMismatch: this peer must stop.
@@ -485,7 +490,7 @@ class Company:
         if self._alone_since is None:
             self._alone_since = now
         is_settled = all(peer in known and known[peer].differences is not None for peer in others)
-        # Of several sides the one with most hosts is most likely right.
+        # The side with the most hosts is most likely right.
         votes = dict.fromkeys((each.digest, host_of(peer)) for peer, each in misfits.items())
         sides = Counter(digest for digest, _ in votes)
         [(largest, hosts)] = sides.most_common(1)
@@ -512,7 +517,7 @@ class Company:
         )
 
     def _warn_of_strangers(self, known: dict[bytes, KnownSettings]) -> None:
-        """Also of those that have stopped by now, so that the users of both sides know."""
+        """Warn of all strangers, including those that have stopped, so that the users of both sides know."""
         for peer, each in known.items():
             if each.differences and peer not in self._warned_of:
                 self._warned_of.add(peer)

@@ -1,4 +1,4 @@
-"""What may stand under ``{run}_progress`` in the DHT, and who may write it.
+"""What may be stored under ``{run}_progress`` in the DHT, and which peer may write it.
 
 The subkey of a record is the owner tag of a signing key, so only the holder of that key can write there. The record
 names a peer and carries that peer's signature over the tag. So only the peer itself can write in its name, and every

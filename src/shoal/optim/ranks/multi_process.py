@@ -22,19 +22,19 @@ class MultiProcessOptimizer(SeveralProcesses):
 
     The processes belong to one group of ``torch.distributed`` and call the same methods in the same order. The first
     one has an :class:`~shoal.Optimizer`, talks to the swarm and makes all decisions. The others accumulate their
-    gradients, hand them over before each global step, and get the parameters when they have changed. To the swarm this
-    is one peer with the samples of all processes.
+    gradients, send them before each global step, and get the parameters when they have changed. To the swarm this is
+    one peer with the samples of all processes.
 
-    Gradients travel once per global step, weighted by samples, so they need not be averaged among the processes before,
-    and the model needs no ``DistributedDataParallel`` around it. With one, call ``backward`` in its ``no_sync()``.
-    Otherwise it averages after each batch, with the same result if batches have equal sizes. Each process keeps its
-    own buffers of the model, such as those of batch normalization.
+    Gradients are sent once per global step, weighted by samples. So they need not be averaged among the processes
+    before, and the model needs no ``DistributedDataParallel`` around it. With one, call ``backward`` in its
+    ``no_sync()``. Otherwise it averages after each batch, with the same result if batches have equal sizes. Each
+    process keeps its own buffers of the model, such as those of batch normalization.
 
     The processes may also share the model, with ``fully_shard`` (FSDP2), tensor parallelism, or both. Then parameters
-    are DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole stand-ins
-    of the sharded parameters in the memory of its host. Gradients come there, and values go back, in buckets of 64 MiB,
-    which are all that a device holds beside its parts. Gradients of all processes weigh the same there, as in FSDP2, so
-    batches must have equal sizes. ``docs/sharded.md`` has a program, and says what this takes.
+    are DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole copies of
+    the sharded parameters in the memory of its host. Gradients are collected there, and values sent back, in buckets of
+    64 MiB; a device holds only these beside its parts. As in FSDP2, gradients of all processes have the same weight, so
+    batches must have equal sizes. ``docs/sharded.md`` has an example and the requirements.
 
     If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its
     text in the others. If a process ends, the next call of the others raises that too; if it hangs, their next call
@@ -48,8 +48,8 @@ class MultiProcessOptimizer(SeveralProcesses):
         options: further options of :class:`~shoal.Optimizer`.
 
     Raises:
-        ValueError: there is no process group, models differ, options contradict each other, or do not go together with
-            parameters that are sharded.
+        ValueError: there is no process group, models differ, or options contradict each other or do not fit sharded
+            parameters.
         ProcessGroupError: another process has ended.
     """
 
@@ -70,7 +70,7 @@ class MultiProcessOptimizer(SeveralProcesses):
 
     def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
         if self.swarm.grad_averager is not None:
-            # The samples have been counted already.
+            # The samples have already been counted.
             self.swarm.note_samples(total)
             self.swarm.step(batch_size=0, grad_scaler=scaler)
         elif total > 0:
@@ -96,7 +96,7 @@ class MultiProcessOptimizer(SeveralProcesses):
 
     @property
     def scheduler(self) -> Any | None:
-        """The learning rate scheduler, which is at the same epoch in all processes."""
+        """The learning rate scheduler; it is at the same epoch in all processes."""
         return self._setup.scheduler if self.swarm is None else self.swarm.scheduler
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -129,11 +129,11 @@ class _FirstProcess(Optimizer):
         self.state_averager.name_parameters(model, self._users_parameters)
 
     def note_samples(self, samples: int) -> None:
-        """All processes together have accumulated this many more samples, of which :meth:`step` is not told."""
+        """Count samples that all processes have accumulated, because :meth:`step` is called without them."""
         self._reporting.count(samples)
 
     def _note_thread(self) -> None:
-        """Only together with the other processes can it take part in a round, so it does not stand by."""
+        """Do not stand by: it can take part in a round only together with the other processes."""
 
     def _update_global_epoch(self, grad_scaler: GradScaler | None = None) -> None:
         if self.grad_averager is not None:

@@ -17,7 +17,7 @@ from shoal.optim.setup.devices import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Tensors travel in buckets of about this size, because small ones would be slow one by one.
+# Tensors are sent in buckets of about this size. Chosen: sending small ones one by one would be slow.
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -41,11 +41,11 @@ class ProcessMessage:
     forgets_gradients: bool = False
     sends_parameters: bool = False
     unit: int = 1
-    """Gradients must be given in units of a mean over this many samples."""
+    """Gradients must be sent in units of a mean over this many samples."""
     epoch: int = 0
     """Number of global steps that this peer has made."""
     position: int = 0
-    """Where learning rate schedules stand."""
+    """The position of learning rate schedules."""
     global_epoch: int = 0
     num_peers: int = 1
     samples_per_second: float = 0.0
@@ -56,7 +56,7 @@ class ProcessMessage:
 
 
 class Processes:
-    """The processes of this peer. The first one decides, the others wait for its word.
+    """The processes of this peer. The first one decides, and the others wait for its commands.
 
     Args:
         group: their process group; default: all processes of ``torch.distributed``.
@@ -75,9 +75,9 @@ class Processes:
         self._first = members[0]
         by_gloo = dist.get_backend(self._group) == "gloo"
         self.device = torch.device("cpu") if by_gloo else device
-        """Where tensors must be that the group exchanges."""
-        # gloo notices at once when a process dies, and does not make the GPU wait.
-        # Synchronized locally, because other groups may be made at the same time, under the same name otherwise.
+        """The device on which the group exchanges tensors."""
+        # gloo notices at once when a process dies, and does not make the GPU wait. It is synchronized locally, because
+        # other groups, which may be made at the same time, would otherwise have the same name.
         self._control: Any = (
             self._group if by_gloo else dist.new_group(members, backend="gloo", use_local_synchronization=True)
         )
@@ -93,13 +93,13 @@ class Processes:
         except RuntimeError as e:
             raise ProcessGroupError(
                 f"another process of this peer has ended or does not answer; process {self.rank} of {self.size} "
-                f"cannot go on without it: {e}"
+                f"cannot continue without it: {e}"
             ) from e
 
-    # --- words --------------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def share(self, value: Any = None, error: Exception | None = None) -> list[Any]:
-        """What each process tells, by rank. If one has failed, this raises in all.
+        """Share a value with all processes, and return those of all, by rank. If one has failed, this raises in all.
 
         Args:
             value: of this process; a plain value.
@@ -131,7 +131,7 @@ class Processes:
             raise ValueError("the processes of this peer train models of different sizes")
 
     def tell(self, word: ProcessMessage) -> None:
-        """Send a word from the first process to all others."""
+        """Send a message from the first process to all others."""
         self._broadcast(word)
 
     def give_up(self, error: BaseException) -> None:
@@ -139,7 +139,7 @@ class Processes:
         self.tell(ProcessMessage(Command.GIVE_UP, reason=_text_of(error)))
 
     def hear(self) -> ProcessMessage:
-        """Wait for the first process' word.
+        """Wait for a message of the first process.
 
         Raises:
             ProcessGroupError: the first process has failed, or has ended.
@@ -158,11 +158,11 @@ class Processes:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def begin_call(self, name: str, *arguments: Any) -> None:
-        """Called in the first process: let all others do something. :meth:`end_call` must follow."""
+        """Called in the first process: call a function in all others. :meth:`end_call` must follow."""
         self.tell(ProcessMessage(Command.OBEY, call=(name, arguments)))
 
     def end_call(self) -> list[Any]:
-        """Wait until all others have done that, and return what came of it, by rank.
+        """Wait until all others are done, and return their results, by rank.
 
         Raises:
             ProcessGroupError: another process has failed.
@@ -170,12 +170,12 @@ class Processes:
         return self.share()[1:]
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Let all others do something, and return what came of it."""
+        """Call a function in all others, and return their results."""
         self.begin_call(name, *arguments)
         return self.end_call()
 
     def obey(self, word: ProcessMessage, handle: Callable[..., Any]) -> None:
-        """Do what the first process calls.
+        """Carry out a call of the first process.
 
         Args:
             handle: takes the name of the call and its arguments.

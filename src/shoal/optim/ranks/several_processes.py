@@ -83,7 +83,7 @@ class SeveralProcesses(SwarmOptimizer):
         self._known: object = None
         self._has_told_of_sizes = False
         self.news = ProcessMessage(Command.CARRY_ON)
-        """The last word of the first process; the same in all processes."""
+        """The last message of the first process; the same in all processes."""
         self._is_shut_down = False
         self.swarm: Any = None
         """The optimizer of the first process; ``None`` in the others."""
@@ -110,10 +110,10 @@ class SeveralProcesses(SwarmOptimizer):
         self._become_torch_optimizer(has_others=self._shards is not None)
 
     def _become_torch_optimizer(self, *, has_others: bool) -> None:
-        """The last thing of a constructor.
+        """Called at the end of a constructor.
 
         Args:
-            has_others: :attr:`opt` has other tensors than the user's parameters, which are shared.
+            has_others: :attr:`opt` has other tensors than the user's parameters, which are sharded.
         """
         self._main_groups = main_groups(self.opt, self._parameters) if has_others else None
         self._groups_under_construction: list[dict[str, Any]] | None = []
@@ -144,7 +144,7 @@ class SeveralProcesses(SwarmOptimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
-        """Accumulate the current gradients of this process, then do what the first process decides.
+        """Accumulate the current gradients of this process, then follow the decisions of the first process.
 
         Args:
             closure: computes the loss and its gradients, if they have not been computed before.
@@ -177,7 +177,7 @@ class SeveralProcesses(SwarmOptimizer):
             self._follow(scaler)
             return loss
         with self._deciding():
-            # What this process has accumulated in parts, the swarm's optimizer has not counted yet.
+            # The swarm's optimizer has not counted yet what this process has accumulated in parts.
             self._accumulator.samples += total - (samples if self._shards is None else 0)
             self._accumulator.batches += self._shards is not None and total > 0
             self._step_swarm(total, scaler)
@@ -210,7 +210,7 @@ class SeveralProcesses(SwarmOptimizer):
     def _accumulate_together(
         self, shards: Shards, samples: int, scaler: GradScaler | None, error: Exception | None
     ) -> tuple[int, Exception | None]:
-        """Accumulate the gradients of parameters that are shared: all processes do, or none.
+        """Accumulate the gradients of sharded parameters in all processes, or in none.
 
         Args:
             samples: of this process.
@@ -262,7 +262,7 @@ class SeveralProcesses(SwarmOptimizer):
         self._accumulator.take_marks(marks)
 
     def _use_mean_gradients(self) -> None:
-        """Let the next step of the first process, which it makes alone, use the gradients of all processes."""
+        """Prepare the next step, which the first process makes alone, to use the gradients of all processes."""
         parameters = self._accumulator.parameters
         for parameter in parameters:
             if parameter.grad is None:
@@ -277,13 +277,13 @@ class SeveralProcesses(SwarmOptimizer):
 
     @contextlib.contextmanager
     def _deciding(self) -> Iterator[None]:
-        """Context for the first process to act in while all others wait; at its end they get the result."""
+        """Context in which the first process acts while all others wait. At its end they get the result."""
         try:
             yield
         except ProcessGroupError:
             raise
         except BaseException as e:
-            with contextlib.suppress(ProcessGroupError):  # this error says more
+            with contextlib.suppress(ProcessGroupError):  # ``e`` says more
                 self._processes.give_up(e)
             raise
         tracker = self.swarm.tracker
@@ -308,13 +308,13 @@ class SeveralProcesses(SwarmOptimizer):
             return act(self.swarm)
 
     def _what_changed(self) -> tuple[bool, bool]:
-        """In the first process: whether gradients are to be forgotten, and whether parameters are sent."""
+        """In the first process: whether the others must forget their gradients, and whether they get parameters."""
         followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
         before, self._known = self._known, (self.swarm.local_epoch, [tensor._version for tensor in followed])
         return self._accumulator.samples == 0, before != self._known
 
     def _use_news(self) -> None:
-        """In all processes, when the first one has decided."""
+        """Called in all processes, when the first one has decided."""
         if self.news.forgets_gradients:
             if self._shards is not None:
                 self._shards.accumulator.reset()
@@ -344,7 +344,7 @@ class SeveralProcesses(SwarmOptimizer):
             catch_up(scheduler, word.position)
 
     def _obey(self, word: ProcessMessage, scaler: GradScaler | None) -> None:
-        """In all processes but the first one: give the first one the gradients."""
+        """Called in all processes but the first one: send the gradients to the first one."""
         if self._shards is None:
             self._accumulator.change_unit(word.unit)
             self._processes.sum_at_first([*self._accumulator.buffers, self._accumulator.marks()])
@@ -361,7 +361,7 @@ class SeveralProcesses(SwarmOptimizer):
 
     @property
     def position(self) -> int:
-        """Where learning rate schedules stand."""
+        """The position of learning rate schedules."""
         return self.news.position if self.swarm is None else int(self.swarm.local_epoch)
 
     def load_state_from_peers(self, **kwargs: Any) -> bool:
@@ -384,7 +384,7 @@ class SeveralProcesses(SwarmOptimizer):
 
     @property
     def _inner(self) -> Any:
-        """What has the parameter groups: the optimizer of the swarm, or one that never steps."""
+        """The optimizer with the parameter groups: that of the swarm, or one that never steps."""
         raise NotImplementedError
 
     @property
@@ -435,16 +435,16 @@ class SeveralProcesses(SwarmOptimizer):
         state: dict[str, Any] = self._inner.state_dict()
         return state
 
-    # --- to those who watch -------------------------------------------------------------------------------------------
+    # --- reports to monitors ------------------------------------------------------------------------------------------
 
     def report(self, **metrics: Any) -> None:
-        """As :meth:`shoal.Optimizer.report`: the figures of the first process count, those of the others do not."""
+        """Like :meth:`shoal.Optimizer.report`. Only the figures of the first process count."""
         if self.swarm is not None:
             self.swarm.report(**metrics)
 
     @property
     def report_is_due(self) -> bool:
-        """As :attr:`shoal.Optimizer.report_is_due`; never in processes other than the first one."""
+        """Like :attr:`shoal.Optimizer.report_is_due`; false in all processes but the first one."""
         return self.swarm is not None and bool(self.swarm.report_is_due)
 
     # --- the end ------------------------------------------------------------------------------------------------------

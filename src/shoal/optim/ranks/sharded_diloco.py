@@ -1,15 +1,15 @@
 """DiLoCo for a model whose parameters the processes of a peer share: each process exchanges its own part.
 
-Each process has a :class:`~shoal.DiLoCo` for the part of the model that it holds, with outer parameters, their history
-and an averager, which meets the processes of the same rank in other peers. Only the first process decides: it knows the
-other peers, ends slots and finds groups. What it does with a fragment, the others do with their parts of it::
+Each process has a :class:`~shoal.DiLoCo` for its part of the model, with outer parameters, their history and an
+averager, which meets the processes of the same rank in other peers. Only the first process decides: it knows the other
+peers, ends slots and finds groups. The others do with their parts of a fragment what it does with its own part::
 
     first process      a slot ends ─► begin ─► group, round ─┐         ┌─► all parts were averaged: land
     other processes                └► begin                  └► round ─┴─► one was not: give up
 
 So all parts have the same version, and their journals have the same entries. The round of the other processes begins
-when that of the first one is over, and only its members come. In a download each process asks donors of its own rank.
-The state is taken over if all parts are of one version.
+when that of the first one is over, with the same members. In a download each process asks donors of its own rank. The
+state is taken over only if all parts are of one version.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
-# If others end a slot between the downloads of two parts, these do not fit. That hardly happens three times in a row.
+# How often a download is tried. If others end a slot between the downloads of two parts, these do not fit. Chosen: this
+# hardly happens three times in a row.
 DOWNLOADS = 3
-# How long the record stays by which processes find the first one: to start all of them on a slow machine takes less.
+# Lifetime of the record by which processes find the first one. Chosen: starting all of them takes less, even on a slow
+# machine.
 SECONDS_TO_BE_FOUND = 300.0
 
 
 class Standing(NamedTuple):
-    """What the first process knows of the group of a round, and of versions that this peer lacks."""
+    """What the first process knows about the group of a round, and about versions that this peer lacks."""
 
     relation: Relation
     known: Entry | None
@@ -83,7 +85,7 @@ class Meeting(NamedTuple):
     peers: tuple[PeerID, ...]
     """All members, in order."""
     coming: int
-    """How many of them have the result, so that their other processes come."""
+    """How many members have the result, so that their other processes come."""
 
     @property
     def bits(self) -> str:
@@ -100,7 +102,7 @@ def newest_entries(metadata: Any) -> list[Entry]:
     """The version of each fragment of a state.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the state is malformed.
     """
     with refusing_nonsense():
         return [parse_entries(each["chain"])[-1] for each in metadata["fragments"]]
@@ -110,14 +112,15 @@ def newest_entries(metadata: Any) -> list[Entry]:
 
 
 class LeadingFragment(FragmentUpdates):
-    """A fragment in the first process. The other processes do with their parts of it what is done with this one."""
+    """A fragment in the first process. The other processes do the same with their parts of it."""
 
     def __init__(self, processes: Processes, *args: Any) -> None:
         super().__init__(*args)
         self._processes = processes
-        # Set while a method runs that the others run as a whole: what it calls is not told to them again.
+        # Set while a method runs that the others run as a whole, so that its calls of other methods are not sent to
+        # them.
         self._is_included = False
-        # Positions of the members that have the version which the round updates.
+        # Positions of the members that have the base version of the round.
         self._up_to_date: tuple[int, ...] = ()
         # Hashes of the others' outer parameters, if peers compare them.
         self._digests = b""
@@ -175,7 +178,7 @@ class LeadingFragment(FragmentUpdates):
         super().give_up()
 
     def land(self, result: RoundResult | None) -> OuterRound | None:
-        """As for any fragment; but only if all processes of this peer have their parts of the result."""
+        """Make the update as for any fragment, but only if all processes of this peer have their part of the result."""
         flight, meeting = self.flight, None
         assert flight is not None, "there is no round whose result could be applied"
         if result is not None:
@@ -221,7 +224,7 @@ class LeadingFragment(FragmentUpdates):
             return super().take_over(metadata, tensors, is_new=is_new)
 
     def make_up(self, updates: Sequence[Update] = ()) -> int:
-        """As for any fragment; of the updates, those whose parts all processes can get."""
+        """Make updates as for any fragment, but only those whose parts all processes can get."""
         following, newest = list[Update](), self.journal.newest
         for each in updates:
             if (each.version, each.after) == (newest.version + 1, newest.hash):
@@ -237,7 +240,7 @@ class LeadingFragment(FragmentUpdates):
 
 
 class LeadingAverager(OuterAverager):
-    """Downloads the part of the first process, and lets the other processes download theirs at the same time."""
+    """Downloads the part of the first process, while the other processes download theirs."""
 
     processes: Processes
 
@@ -254,7 +257,7 @@ class LeadingAverager(OuterAverager):
                     return state
             except ValueError:
                 return state  # which is refused
-        raise AveragingError("the parts of a state were not of one version, or not to be had: they are tried again")
+        raise AveragingError("the parts of a state were of different versions, or not available: trying again later")
 
     def load_part_from_peers(self, part: bytes, timeout: float, **options: Any) -> Any:
         if part != STATISTICS:
@@ -269,12 +272,12 @@ class LeadingAverager(OuterAverager):
 
 
 class ProcessDiLoCo(DiLoCo):
-    """The part of one process. It trains tensors that share memory with the user's parameters.
+    """The optimizer of one process, for its part of the model. Its tensors share memory with the user's parameters.
 
     Args:
         processes: of this peer.
-        sharding: names how they divide the parameters.
-        parameters: the user's, which they share.
+        sharding: a name for how they divide the parameters.
+        parameters: the user's parameters.
         params: the same, as the user gives them.
         fragments: as for :class:`~shoal.DiLoCo`.
         options: of :class:`~shoal.DiLoCo`.
@@ -297,7 +300,7 @@ class ProcessDiLoCo(DiLoCo):
         self._leaves = [local_part(parameter).requires_grad_(parameter.requires_grad) for parameter in parameters]
         leaf_of = {id(parameter): leaf for parameter, leaf in zip(parameters, self._leaves, strict=True)}
         trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
-        # Divided by the sizes of whole parameters, each is in the same fragment in all processes.
+        # Fragments are divided by the sizes of whole parameters, so that they are the same in all processes.
         divided = [[leaf_of[id(each)] for each in fragment] for fragment in divide(parameters, trained, fragments)]
         super().__init__(params=with_parameters(params, self._leaves), fragments=divided, **options)
 
@@ -307,7 +310,7 @@ class ProcessDiLoCo(DiLoCo):
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """Which part this is: the rank of this process, how many there are, and how they divide the parameters."""
+        """Which part this is: the rank of this process, the number of processes, and how they divide the parameters."""
         return self.processes.rank, self.processes.size, self.sharding
 
     def take_gradients(self) -> None:
@@ -316,17 +319,17 @@ class ProcessDiLoCo(DiLoCo):
             leaf.grad = local_gradient(parameter)
 
     def drop_gradients(self) -> None:
-        """The step is over."""
+        """Drop the gradients after the step."""
         for leaf in self._leaves:
             leaf.grad = None
 
     def reshard(self) -> None:
-        """Whole parameters that a module has kept since its last pass are out of date."""
+        """Drop whole parameters that modules have kept since their last pass, because they are outdated."""
         for module in self._modules:
             module.reshard()
 
     def version_of(self, state_dict: Mapping[str, Any]) -> Any:
-        """Of which moment a checkpoint is, the same in all processes; ``None``: it has no outer state.
+        """The moment at which a checkpoint was made, equal in all processes; ``None``: it has no outer state.
 
         Raises:
             ValueError: it does not fit.
@@ -350,11 +353,11 @@ class ProcessDiLoCo(DiLoCo):
         return counts, [parse_entries(each["chain"]) for each in outer["fragments"]]
 
     def _note_thread(self) -> None:
-        """Only together with the other processes can it take part in a round, so it does not stand by."""
+        """Do not stand by: it can take part in a round only together with the other processes."""
 
 
 class LeadingDiLoCo(ProcessDiLoCo):
-    """In the first process."""
+    """The optimizer of the first process."""
 
     _averager_kind = LeadingAverager
     _is_loading = False
@@ -368,7 +371,7 @@ class LeadingDiLoCo(ProcessDiLoCo):
         super()._begin()
 
     def agree(self) -> None:
-        """Tell the other processes who this peer is, and what the run begins with."""
+        """Tell the other processes the id of this peer, and begin the run."""
         first = self.dht.peer_id
         self.dht.store(key_of(first), True, get_dht_time() + SECONDS_TO_BE_FOUND)
         self.processes.call("belong_to", first.to_bytes())
@@ -425,25 +428,25 @@ class FollowingFragment(FragmentUpdates):
     """What was downloaded to make up for what this peer has missed."""
 
     def stand(self, told: Standing) -> None:
-        """This peer stands so, as the first process has found."""
+        """Take over what the first process has found about this peer's standing."""
         self.standing, self._known = told.relation, told.known
         if (flight := self.flight) is not None:
             flight.group, flight.known, flight.attempts = told.group, told.known, set(told.attempts)
             flight.message.is_finite, flight.message.weight = told.is_finite, told.weight
 
     def judge(self, *args: Any) -> bool:
-        """The first process has judged before."""
+        """Returns true: the first process has already judged."""
         return True
 
     def _step(self, mean: torch.Tensor, round_id: bytes, *args: Any) -> None:
         super()._step(mean, self.round_id or round_id, *args)
 
     def begin_run(self) -> None:
-        """The first process says when."""
+        """Do nothing: the first process decides when the run begins."""
 
 
 class FollowingDiLoCo(ProcessDiLoCo):
-    """In all processes but the first one. It does what that one calls, see :meth:`obey`."""
+    """The optimizer of all processes but the first one, whose calls it carries out, see :meth:`obey`."""
 
     has_taken_over = False
     """Whether this peer has taken over a state."""
@@ -456,7 +459,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         return cast(Sequence[FollowingFragment], self._rounds.fragments)
 
     def _begin(self) -> None:
-        """Others of this rank hear of this process; only the first one has a part in the progress of the run."""
+        """Begin to meet others of this rank. Only the first process takes part in the progress of the run."""
         try:
             self.averager.run_in_background()
         except BaseException:
@@ -468,16 +471,16 @@ class FollowingDiLoCo(ProcessDiLoCo):
         return getattr(self, f"call_{name}")(*arguments)
 
     def follow(self, slot: int) -> None:
-        """This peer is at this slot."""
+        """Go to this slot."""
         self._rounds.counter.go_to(slot)
         if not self.averager.client_mode and self.averager.state_sharing_priority != slot:
             self.averager.state_sharing_priority = slot
 
     def call_belong_to(self, first: bytes) -> None:
-        """This peer has this id, which is that of its first process.
+        """Take over the id of the first process as that of this peer.
 
         Raises:
-            ValueError: the DHT of this process is not connected with that one, and finds nobody else either.
+            ValueError: the DHT of this process does not find the record of the first process.
         """
         if not any(self.dht.get(key_of(PeerID(first)), latest=True) for _ in range(3)):
             raise ValueError(
@@ -511,7 +514,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         self._fragments[number].journal.adopt(entries)
 
     def call_begin(self, number: int, slot: int, least_steps: int) -> tuple[bool, bytes]:
-        """Returns whether this part of the message is finite, and a hash of outer parameters if peers compare these."""
+        """Returns whether this part of the message is finite, and a hash of outer parameters if peers compare them."""
         each = self._fragments[number]
         flight = each.begin(slot, least_steps)
         return flight.message.is_finite, each.statement(1).digest
@@ -521,7 +524,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         self._fragments[number].give_up()
 
     def call_average(self, number: int, told: Standing, meeting: Meeting | None) -> str:
-        """Average this part with the other members; returns why that has failed, or nothing.
+        """Average this part with the other members; returns why that failed, or an empty text.
 
         Args:
             meeting: ``None``: there are no others, and this peer's own message is the result.
@@ -539,7 +542,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
         """Average this part with the processes of the same rank in other peers.
 
         Raises:
-            AllreduceException: there is no mean of most members.
+            AllreduceException: there is no mean over most members.
         """
         assert each.flight is not None, "a round has begun"
         options, tag = self.options, tag_of(each.number)
@@ -587,7 +590,7 @@ class FollowingDiLoCo(ProcessDiLoCo):
     # --- what this peer lacks -----------------------------------------------------------------------------------------
 
     def call_fetch(self, number: int, told: Standing, wanted: Wanted, heads: Sequence[Update]) -> int:
-        """Download this part of updates that the first process has; returns how many are here now.
+        """Download this part of updates that the first process has; returns how many have arrived.
 
         Args:
             heads: its updates, without tensors.
@@ -641,7 +644,8 @@ class FollowingDiLoCo(ProcessDiLoCo):
             self._state = []
 
     def call_load_statistics(self, timeout: float) -> None:
-        """Begin with the statistics of another peer's inner optimizer. Training continues without them, too."""
+        """Begin with the statistics of another peer's inner optimizer. Without them, training continues all the
+        same."""
         try:
             found = self.averager.load_part_from_peers(STATISTICS, timeout, differs=True).result()
             if found is not None and found[1]:
@@ -653,12 +657,12 @@ class FollowingDiLoCo(ProcessDiLoCo):
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-# What steps a matrix as a whole.
+# Optimizers that step a matrix as a whole.
 _LOOKS_AT_WHOLE = ("Adafactor", "Muon", "Shampoo", "SOAP", "LAMB", "LARS")
 
 
 def check_options(optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Check that the options of a peer go together with parameters that its processes share.
+    """Check that the options of a peer fit parameters that its processes share.
 
     Raises:
         ValueError: they do not.
@@ -714,7 +718,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def describe_sharding(processes: Processes, parameters: Sequence[torch.Tensor]) -> str:
-    """Names how the processes divide the parameters; peers that divide them otherwise have another name.
+    """A name for how the processes divide the parameters. Peers that divide them differently have another name.
 
     Raises:
         ValueError: several processes have the same values.

@@ -1,4 +1,4 @@
-"""Parameters that the processes of a peer share among them, because of ``fully_shard`` (FSDP2) or tensor parallelism.
+"""Parameters that the processes of a peer share, because of ``fully_shard`` (FSDP2) or tensor parallelism.
 
 Such a parameter is a DTensor: each process holds a *part* of it, a box of its index space. The swarm averages whole
 tensors. So the first process has a *stand-in* for each of these parameters, a whole tensor in the memory of the host.
@@ -8,9 +8,9 @@ The swarm's optimizer trains the stand-ins. Two kinds of transfers connect them 
   the buckets of all processes arrives at the first one, which adds it to the whole sums on its host.
 - *spreading*, after it: the first process sends buckets of new values, and each process takes what belongs to its part.
 
-A bucket lies on the device of the process group and holds at most ``BUCKET_BYTES``, whatever the size of the model. It
-covers boxes of one or more whole tensors; a tensor that is too large is cut into several boxes. So no device ever
-holds more than its parts and a bucket or two.
+A bucket is on the device of the process group and holds at most ``BUCKET_BYTES``, for any size of the model. It covers
+boxes of one or more whole tensors; a tensor that is too large is cut into several boxes. So no device ever holds more
+than its parts and a bucket or two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Box = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a tensor this process holds, and who else holds the same."""
+    """Which part of a tensor this process holds, and which processes hold the same."""
 
     shape: tuple[int, ...]
     box: Box
@@ -45,11 +45,11 @@ class Share:
 def check_sharded(
     optimizer: Any, changing: Iterable[torch.Tensor], reuse_grad_buffers: bool, options: Mapping[str, Any]
 ) -> None:
-    """Check that the options of a peer go together with parameters that its processes share.
+    """Check that the options of a peer fit parameters that its processes share.
 
     Args:
         optimizer: as the user gives it.
-        changing: tensors beside the parameters that are averaged.
+        changing: further tensors that are averaged.
         reuse_grad_buffers, options: see :class:`~shoal.Optimizer`.
 
     Raises:
@@ -88,7 +88,7 @@ def box_of_part(parameter: torch.Tensor) -> Box:
     if coordinate is None:  # this process has no part of it
         return tuple((0, 0) for _ in spans)
     cuts = [(axis, placement) for axis, placement in enumerate(layout.placements) if not placement.is_replicate()]
-    # A strided cut divides what a later axis of the mesh has cut: FSDP2 divides what tensor parallelism has left.
+    # A strided cut divides the result of a later axis of the mesh: FSDP2 divides the parts of tensor parallelism.
     for axis, placement in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
         dim = getattr(placement, "dim", None)
         if dim is None:
@@ -133,7 +133,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
     layout: Any = parameter
     gradient: Any = layout.grad
-    if tuple(gradient.placements) != tuple(layout.placements):  # tensor parallelism leaves sums that are not made yet
+    if tuple(gradient.placements) != tuple(layout.placements):  # tensor parallelism leaves partial sums
         gradient = gradient.redistribute(placements=layout.placements)
     return local_part(gradient)
 
@@ -164,14 +164,15 @@ class Shards:
         self._shared = [index for index, parameter in enumerate(parameters) if is_dtensor(parameter)]
         self._trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
         self.whole = list(parameters)
-        """In the first process, whole parameters: the stand-ins and what is not shared. Elsewhere the user's."""
+        """In the first process, whole parameters: the stand-ins, and parameters that are not shared. In the others, the
+        user's parameters."""
         if processes.is_first:
             for index in self._shared:
                 layout = parameters[index]
                 empty = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
                 self.whole[index] = torch.nn.Parameter(empty, layout.requires_grad)
         self._modules = sharded_modules(parameters)
-        # They share memory with the parameters, and get their gradients for a moment.
+        # The leaves share memory with the parameters, and get their gradients for a moment.
         self._leaves = [local_part(parameters[index]).requires_grad_() for index in self._trained]
         self.accumulator = GradientAccumulator(self._leaves)
         """Sums of the gradients of this process' parts, and of parameters that are not shared."""
@@ -221,7 +222,7 @@ class Shards:
         """Add the present gradients.
 
         Args:
-            samples: of this batch, in all processes together; their means count the same.
+            samples: of this batch in all processes together; the mean gradients of all processes have equal weight.
             loss_scale: see :meth:`GradientAccumulator.add`.
         """
         for leaf, index in zip(self._leaves, self._trained, strict=True):
@@ -236,7 +237,7 @@ class Shards:
     def gather_gradients(self, sums: Sequence[torch.Tensor] = ()) -> None:
         """Add the accumulated gradients to the whole sums of the first process, and start again from zero.
 
-        Where several processes hold the same values, their mean counts.
+        If several processes hold the same values, their mean counts.
 
         Args:
             sums: one for each trained parameter, in units of single samples; none in all processes but the first.

@@ -1,12 +1,12 @@
 """Holds the training state: gives it to newcomers and checkpoints, and replaces it by a downloaded one.
 
-A state is always that of one moment: the optimizer is stepped, and its tensors are averaged, only inside
+A state is always that of one moment, because the optimizer steps, and its tensors are averaged, only inside
 :meth:`StateHolder._state_access`.
 
 :func:`first_accepted`, which both optimizers use, asks one donor after another. A downloaded state is tried before it
-is believed. If it fits, it is put in place. Then the user's hook can look at it, for example by the loss of one batch,
-and refuse it. In that case this peer's own state comes back, the donor is left out, and the next donor is asked. The
-own state is kept until this peer has trained an epoch with the new one.
+is trusted. If it fits, it is put in place. Then the user's hook can check it, for example by the loss of one batch, and
+refuse it. In that case this peer's own state is restored, the donor is left out, and the next donor is asked. The own
+state is kept until this peer has trained an epoch with the new one.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CheckState = Callable[[], object]
-"""The user's hook. It looks at a downloaded state that is in place. It refuses by returning something false other than
-``None``, or by raising :class:`~shoal.errors.StateRefusedError`."""
+"""The user's hook, called when a downloaded state is in place. It refuses the state by returning a false value other
+than ``None``, or by raising :class:`~shoal.errors.StateRefusedError`."""
 
 Download = Callable[["float | None", frozenset[PeerID]], "State | None"]
 
-# After this many states older than its own, a peer stops instead of asking the next donor at once.
+# After this many states older than its own, a peer stops instead of asking the next donor at once. Chosen: donors may
+# be between two epochs.
 MOST_OLDER = 2
 
 
@@ -86,15 +87,15 @@ def check(check_state: CheckState | None) -> None:
 
 @contextmanager
 def refusing_nonsense() -> Iterator[None]:
-    """Inside this context, what another peer has sent is taken apart. Errors that only nonsense can cause refuse it.
+    """Context for parsing what another peer has sent: errors that only malformed data can cause become ``ValueError``.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: it is malformed.
     """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError) as e:
-        raise ValueError(f"it makes no sense: {type(e).__name__}: {one_line(str(e))}") from e
+        raise ValueError(f"it is malformed: {type(e).__name__}: {one_line(str(e))}") from e
 
 
 def first_accepted(
@@ -110,9 +111,9 @@ def first_accepted(
     Args:
         download: downloads a state within some seconds, without asking certain peers.
         take_over: puts a state in place; raises ``ValueError`` if it is refused.
-        leave_out: is told the donor of a refused state, and the state's version if the user's hook refused it.
+        leave_out: called with the donor of a refused state, and the state's version if the user's hook refused it.
         timeout: the longest time for all downloads, in seconds.
-        warn: of donors whose state is refused.
+        warn: warns of donors whose state is refused.
         is_first: whether nobody else is in the run, so that nobody can share a state.
 
     Returns:
@@ -176,7 +177,6 @@ class OwnState:
 class StateHolder(DecentralizedAverager):
     """An averager of a training state that newcomers can download, and that a downloaded state can replace.
 
-    It has many attributes because most of them are those of the inherited interface.
 
     Args:
         contents: parameters, optimizer, and which of their tensors are averaged.
@@ -204,17 +204,17 @@ class StateHolder(DecentralizedAverager):
         """The parameters that the optimizer steps: the main (the user's) parameters, or copies of them."""
         self.reuse_tensors, self.extra_tensors = contents.reuse_tensors, contents.extra_tensors
         self.shared_buffers = shared_buffers
-        """Source of tensors that are given to newcomers but not averaged."""
+        """The source of tensors that are given to newcomers but not averaged."""
         self.names: dict[str, Sequence[str]] = {"parameters": setup.given_names, "extra": ()}
-        """Names of the parameters and of the last of the extra tensors, as far as they have any, for archives."""
+        """Names of the parameters, and of the last extra tensors, if they have any; for archives."""
         self.lineage_keeper: LineageKeeper | None = None
         self.is_first: Callable[[], bool] = bool
         """Whether nobody else is in the run."""
         self._check_state = check_state
         self._warn_seldom = Seldom(logger.warning)
-        # Kept until a whole epoch was made from the state that has replaced it.
+        # Kept until this peer has made a whole epoch from the state that has replaced it.
         self._own_state: OwnState | None = None
-        # Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock.
+        # Held while the optimizer steps, so that newcomers never get half a step. Acquire it after the tensor lock.
         self._state_lock = threading.RLock()
         self._launched = LaunchedWork([*self.main_parameters, *self.optimizer_parameters])
         self._local_epoch = 0
@@ -238,8 +238,8 @@ class StateHolder(DecentralizedAverager):
     def learning_rates(self) -> tuple[int, list[float]] | None:
         """The epoch of the latest optimizer step, and the learning rate of each group since then.
 
-        ``None`` during a step, which is not waited for, and for rates that are tensors, because to read these may mean
-        to wait for a device.
+        ``None`` during a step, because this does not wait, and for rates that are tensors, because reading them may
+        have to wait for a device.
         """
         if not self._state_lock.acquire(blocking=False):
             return None
@@ -252,7 +252,7 @@ class StateHolder(DecentralizedAverager):
 
     @contextmanager
     def _state_access(self) -> Iterator[None]:
-        """Exclusive access to parameters and optimizer. All device work that others have launched on them is done."""
+        """Exclusive access to parameters and optimizer, after all device work that others have launched on them."""
         with self._state_lock:
             self._launched.wait()
             try:
@@ -261,14 +261,14 @@ class StateHolder(DecentralizedAverager):
                 self._launched.mark()
 
     def _optimizer_access(self) -> AbstractContextManager[Any]:
-        """Takes the tensor lock if the optimizer's own tensors are averaged: they must not change during a round."""
+        """The tensor lock, if the optimizer's own tensors are averaged: they must not change during a round."""
         return self._lock.hold() if self.reuse_tensors else nullcontext()
 
     @contextmanager
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
         """The averaged tensors, protected: no averaging happens inside this block. Keep it short.
 
-        Between two rounds, tensors that are copies have the values of what they are copies of, inside this block.
+        Inside this block, copies have current values even between two rounds.
         """
         with super().get_tensors() as tensors:
             if self._contents.has_copies:
@@ -301,7 +301,7 @@ class StateHolder(DecentralizedAverager):
             return describe_state(self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, *options)
 
     def newcomers(self) -> set[PeerID]:
-        """Peers that are downloading this peer's state, or have just got all of it."""
+        """Peers that are downloading this peer's state, or have just finished."""
         return self.node.state_sharing.slots.on_their_way(self._portal.reactor.loop.time())
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -346,7 +346,7 @@ class StateHolder(DecentralizedAverager):
             return layout_of(own)
 
     def restore_own_state(self) -> bool:
-        """Go back to the state that this peer had before it took over another one, and leave that donor out.
+        """Restore the state that this peer had before it took over another one, and leave out the donor of that one.
 
         This is possible until the second step after that, between two steps. A peer that had not trained before has
         nothing to go back to.
@@ -366,7 +366,7 @@ class StateHolder(DecentralizedAverager):
         return True
 
     def _forget_own_state(self) -> None:
-        """Forget the own state once a whole epoch was made from the state that has replaced it."""
+        """Forget the own state once this peer has made a whole epoch from the state that has replaced it."""
         if self._own_state is not None and self._local_epoch > self._own_state.used_from + 1:
             self._own_state = None
 
@@ -396,16 +396,16 @@ class StateHolder(DecentralizedAverager):
                 self.local_epoch = epoch
 
     def take_over(self, downloaded: State, accept_older: bool = True, run: LineageKeeper | None = None) -> None:
-        """Put a state of another peer, or from an archive, in place if it is good.
+        """Put a state of another peer, or from an archive, in place if it is accepted.
 
         Args:
             accept_older: accept a state of an earlier epoch than this peer's, too.
             run: knows which epoch the run can have reached; ``None``: any epoch is accepted.
 
         Raises:
-            ValueError: it is not good; this peer has its own state back. (A peer that has not trained yet and has no
-                hook keeps no copy of its state. If a state fits but then cannot be put in place, its tensors may stay,
-                but neither its epoch nor its schedule.)
+            ValueError: it is refused, and this peer's own state is restored. (A peer that has not trained yet and has
+                no hook keeps no copy of its state. If a state fits but cannot be put in place, its tensors may stay,
+                but its epoch and its schedule do not.)
         """
         metadata, tensors = downloaded
         with refusing_nonsense():
@@ -415,7 +415,7 @@ class StateHolder(DecentralizedAverager):
             with refusing_nonsense():
                 groups = state.optimizer_metadata["groups"]
                 check_received_schedule(self.scheduler, state.scheduler, groups, state.epoch)
-            # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
+            # The state of a newcomer is worthless: it is copied only if the hook may refuse the downloaded one.
             has_trained = self._local_epoch > 0
             own = self._copy_own_state(downloaded, state.epoch) if has_trained or self._check_state else None
             epochs, schedule = (self._local_epoch, self._stepped_epoch), dump_scheduler_state(self.scheduler)

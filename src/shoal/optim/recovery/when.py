@@ -6,9 +6,9 @@ Both optimizers decide by :func:`needs_state`, and pace their attempts with :cla
                    ▲               │ fails, or brings nothing new
                    └─── Retries ◄──┘
 
-A download that fails is tried again at once, because a donor may have been between two epochs or about to leave. If
-that fails a few times, more attempts would only burden the donors, because each reads the records of all of them and
-asks some: so there are pauses, and they double.
+A failed download is tried again at once, because a donor may have been between two epochs or about to leave. After a
+few failures there is a backoff with doubling pauses, because each attempt burdens the donors: it reads all their
+records and asks some of them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How many times a download is tried in one step of the optimizer; the next step tries again.
+# How many times a download is tried in one step of the optimizer; the next step tries again. Chosen.
 LOAD_ATTEMPTS = 3
-# Seconds before the second attempt to download a state; the pause doubles with each further attempt.
+# Seconds before the second attempt; the pause doubles with each further attempt. Chosen: donors may be between two
+# epochs.
 FIRST_LOAD_PAUSE = 0.5
-# This many failed downloads in a row are each followed by another one at once.
+# This many failed downloads in a row are each retried at once. Chosen: a single failure may be chance.
 QUICK_RETRIES = 3
-# The pause after one failure more; it doubles with each further one, up to the limit.
+# Seconds of the first pause after that, and of the longest one; each pause is twice the one before. Chosen.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-# How long a caller is held up at once, in seconds: the download may not be needed any more, or the caller is closed.
+# The most seconds that one call waits. Chosen: meanwhile the download may become unnecessary, or the caller be closed.
 LONGEST_WAIT = 0.5
 
 
@@ -55,7 +56,7 @@ def needs_state(own: int, swarm: int, most_behind: int = 0, *, has_lost: bool = 
         swarm: that of the swarm.
         most_behind: a peer that is this much behind can still train with the others.
         has_lost: it is on a branch that has lost.
-        starts_at: a newcomer must not begin before this one.
+        starts_at: a newcomer must not begin before this epoch or slot.
     """
     return has_lost or is_behind(own, swarm, most_behind) or is_behind(own, starts_at)
 
@@ -64,19 +65,19 @@ class Retries:
     """Paces the attempts of one thread.
 
     Args:
-        closing: set when nobody needs the outcome any more.
-        now: seconds of a clock that is never set.
+        closing: set when nobody needs the result any more.
+        now: seconds of a monotonic clock.
     """
 
     def __init__(self, closing: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
         self._closing, self._now = closing, now
         self._failures, self._due_at = 0, -math.inf
         self._downloads_in_a_row = 0
-        # When the latest attempt began, and when the one before it ended: between them this peer made a batch.
+        # When the latest attempt began, and when the one before it ended. Between them this peer made a batch.
         self._began_at = self._ended_at = -math.inf
 
     def is_time(self) -> bool:
-        """Whether to try now. If not, this waits for a moment, so that a caller may ask again and again."""
+        """Whether to try now. If not, this waits for a moment, so that the caller can poll it."""
         left = self._due_at - self._now()
         if left <= 0:
             self._began_at = self._now()
@@ -94,8 +95,8 @@ class Retries:
         self._due_at = self._ended_at + pause
 
     def note_download(self) -> None:
-        """A state was downloaded, but only a round with others shows that this was of use."""
-        # The batch that this peer has made in vain counts nowhere else.
+        """A state was downloaded. It counts as a failure until a round with others shows that it was useful."""
+        # The batch since then was made in vain, and is measured nowhere else.
         batch_seconds = self._began_at - self._ended_at
         self.note(succeeded=False)
         self._downloads_in_a_row += 1
@@ -139,7 +140,7 @@ class Synchronization:
         self._has_told_what_is_lost = False
         self.retries = Retries(closing)
         """When the next download may begin."""
-        # Others must not get this peer's state now, although the user lets them.
+        # Others must not get this peer's state now, although the user allows it.
         self._withholds_state = False
 
     def is_needed(self) -> bool:
@@ -156,13 +157,14 @@ class Synchronization:
             self._strict_check_due = own < starts_at or not tracker.is_introduced
         swarm = tracker.global_epoch
         # Averaging repairs a single epoch, unless nobody is left to average with.
-        most_behind = 0 if is_behind(own, swarm) and self._would_go_on_alone() else 1
+        most_behind = 0 if is_behind(own, swarm) and self._would_continue_alone() else 1
         return needs_state(own, swarm, most_behind, starts_at=starts_at)
 
-    def _would_go_on_alone(self) -> bool:
+    def _would_continue_alone(self) -> bool:
         """Whether nobody is left for the next step, although others train.
 
-        Not where rounds overlap with training: there others may be waiting for this peer in the round under way.
+        Always false if rounds overlap with training, because others may be waiting for this peer in the round in
+        flight.
         """
         if self._overlaps or not self._tracker.is_introduced:
             return False
@@ -171,8 +173,8 @@ class Synchronization:
     def _epoch_to_begin_with(self) -> int:
         """The epoch from which this peer must begin.
 
-        That is the swarm's epoch. Where rounds overlap with training, others may already have announced the next one
-        while they wait for this peer in the round before; then it is the epoch at which they began to wait for it.
+        This is the swarm's epoch. If rounds overlap with training, others may already have announced the next epoch
+        while they wait for this peer in the round before. Then it is the epoch at which they began to wait for it.
         """
         if self._overlaps and self._tracker.is_introduced:
             return self._tracker.epoch_when_introduced
@@ -217,26 +219,26 @@ class Synchronization:
                 self._state_averager.local_epoch = epoch
             self.start_over()
             if lacks_a_step and self._state_averager.allow_state_sharing:
-                # Until then its state is not that of others at this epoch, and they would think that it is broken.
+                # Until that round its state differs from that of others at this epoch, and would look broken to them.
                 self._state_averager.allow_state_sharing, self._withholds_state = False, True
         return True
 
     def note_attempt(self, *, loaded: bool) -> None:
-        """This peer has tried to download the state because it was behind: a download for which the user asked does not
-        count. From the first failures on, and if downloads help as little, further ones become rare.
+        """This peer has tried to download the state because it was behind. Downloads that the user asked for do not
+        count. After a few failures, or downloads that did not help, further ones become rare.
 
         Args:
             loaded: whether the download has succeeded.
         """
-        # Where two branches of a run have come apart, the reason is another one, and the user has been told.
+        # A download after a split of the run has another reason, and the user has been warned of that.
         if loaded and not self._has_told_what_is_lost:
             self.retries.note_download()
         else:
             self.retries.note(succeeded=False)
 
     def end_other_work(self) -> None:
-        """Finish rounds with other peers and work in the background. A peer that falls silent holds all of this up for
-        the time of one round at most, whatever rounds it is in."""
+        """Finish rounds with other peers and work in the background. A silent peer delays all of this by at most the
+        time of one round."""
         ends_at = time.monotonic() + self._averaging_timeout
         self._global_step.let_go_of_rounds(self._averaging_timeout)
         self._state_averager.let_go_of_searches()
@@ -275,7 +277,7 @@ class Synchronization:
         averager = self._state_averager
         shares_state = averager.allow_state_sharing
         if shares_state:
-            # Two sides may both believe that they give way. Then neither may get the other's state: both look again.
+            # Each of two sides may believe that it gives way. Then neither must get the other's state: both look again.
             averager.allow_state_sharing = False
         try:
             return self._try_to_download({**options, "accept_older": True}, gives_way=True)

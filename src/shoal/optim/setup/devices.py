@@ -1,4 +1,4 @@
-"""Accelerators: copies to and from them, work that was launched there but may be unfinished, and tensors over several.
+"""Accelerators: copies to and from them, waits for work that was launched there, and tensors sharded over several.
 
 A device works asynchronously, and each of its streams runs independently. A thread that launches work which another
 thread depends on marks it; the other thread waits for the mark before it reads.
@@ -16,14 +16,14 @@ import torch
 
 from shoal.compression.base import copies_of, room_for
 
-# A device may still have this many unfinished batches when the next one is counted, so that it never idles.
+# A device may still have this many unfinished batches when the next one is counted. Chosen so that it never idles.
 BATCHES_AHEAD = 2
-# Size of each of two buffers in pinned memory, which a device fills while the host does other things.
+# Size of each of two buffers in pinned memory, which a device fills while the host empties the other one. Chosen.
 STAGING_BYTES = 16 * 2**20
-# Classes of tensors and modules that are sharded over processes. If a module is not loaded, they have no objects.
+# Classes of tensors and modules that are sharded over processes. If their Python module is not loaded, none exist.
 _DTENSOR = {"torch.distributed.tensor": "DTensor", "torch.distributed._tensor": "DTensor"}
 _FLAT = {"torch.distributed.fsdp._flat_param": "FlatParameter"}
-# What fully_shard makes of modules.
+# The class that fully_shard gives to modules.
 _SHARDED_MODULE = {"torch.distributed.fsdp": "FSDPModule", "torch.distributed._composable.fsdp": "FSDPModule"}
 
 
@@ -79,13 +79,13 @@ class LaunchedWork:
         self._thread = 0
 
     def mark(self) -> None:
-        """Let other threads that call :meth:`wait` from now on wait for all that this thread has launched so far."""
+        """Mark all that this thread has launched so far: other threads will wait for it in :meth:`wait`."""
         self._latest, self._thread = _mark(accelerators_of(self._tensors)), threading.get_ident()
 
     def wait(self) -> None:
-        """Wait until the work is done that another thread launched before the latest :meth:`mark`.
+        """Wait for the work that another thread launched before the latest :meth:`mark`.
 
-        A thread need not wait for its own work, because its stream keeps that in order.
+        A thread need not wait for its own work, which its stream keeps in order.
         """
         if self._thread != threading.get_ident():
             _wait(self._latest)
@@ -126,7 +126,7 @@ def copy_to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def copies_beside_training(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors to the CPU, on a separate stream of each device, so that the copies do not wait for its other work.
 
-    Nobody may change the tensors before this returns.
+    The tensors must not change before this returns.
     """
     devices = [device for device in accelerators_of(tensors) if hasattr(getattr(torch, device.type), "Stream")]
     if not devices:
@@ -173,7 +173,7 @@ def _take(event: Any, target: torch.Tensor, staged: torch.Tensor) -> None:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy many tensors, also between types and devices."""
+    """Copy many tensors, even between types and devices."""
     pairs = [(target.detach(), source.detach()) for target, source in zip(targets, sources, strict=True)]
     alike = [(target, source) for target, source in pairs if not _is_widened_on_host(target, source)]
     if alike:
@@ -189,7 +189,7 @@ def _is_widened_on_host(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a tensor that several processes share among them."""
+    """Whether this is a tensor that several processes share."""
     return _is_one_of(_DTENSOR, tensor)
 
 

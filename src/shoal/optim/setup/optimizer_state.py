@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 TorchOptimizer = torch.optim.Optimizer
 
-# Statistics are created for this many bytes of parameters at a time, which bounds the extra memory.
+# Statistics are created for this many bytes of parameters at a time. Chosen: bounds the extra memory.
 PART_BYTES = 2**26
-# A step with zero gradients creates the statistics, but changes these ones: their values before the first step.
+# A step with zero gradients creates the statistics, but changes these. Here are their values before the first step.
 _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 
-# Where a torch optimizer keeps its hooks. There is no public way to suspend them.
+# The attributes in which a torch optimizer keeps its hooks. There is no public way to suspend them.
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Types of values that can be sent as they are.
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
-# By optimizer: entries of its groups that its steps have made or changed, and that are not in its defaults.
+# By optimizer: entries of its groups that its steps have made or changed and that are not in its defaults.
 _made_by_steps: weakref.WeakKeyDictionary[TorchOptimizer, set[str]] = weakref.WeakKeyDictionary()
-# Where the paths of tensors in groups begin; the paths of statistics begin with the number of their parameter.
+# The first part of the paths of tensors in groups; the paths of statistics begin with the number of their parameter.
 _GROUPS = "groups"
 
 
@@ -51,7 +51,7 @@ _known_arguments: dict[type, frozenset[str]] = {}
 
 
 def _arguments(kind: type[TorchOptimizer]) -> frozenset[str]:
-    """The arguments of the constructors of an optimizer: they are the user's hyper-parameters."""
+    """The arguments of an optimizer's constructors, which are the user's hyper-parameters."""
     if kind not in _known_arguments:
         constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
         names = (name for each in constructors for name in inspect.signature(each).parameters)
@@ -60,10 +60,10 @@ def _arguments(kind: type[TorchOptimizer]) -> frozenset[str]:
 
 
 def state_names(optimizer: TorchOptimizer) -> frozenset[str]:
-    """Names of the entries of parameter groups that are state of the optimizer and not hyper-parameters of the user.
+    """Names of the entries of parameter groups that are state of the optimizer, not hyper-parameters of the user.
 
     A hyper-parameter is an argument of the optimizer's constructor, or an entry that the user or a scheduler has added
-    to a group. All else in the defaults is the optimizer's own, and so is what its steps add to groups or change there.
+    to a group. State is everything else in the defaults, and what the optimizer's steps add to groups or change there.
     """
     own = frozenset(optimizer.defaults) | _made_by_steps.get(optimizer, set())
     return own - _arguments(type(optimizer)) - {"params", "param_names"}
@@ -82,7 +82,7 @@ def noting_state(optimizer: TorchOptimizer) -> Iterator[None]:
 
 
 def _versions(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Of each entry what differs after it was changed. The values of tensors are not read, which may take long."""
+    """For each entry, a value that differs after a change. Tensors are not read, because that may take long."""
     values = {name: group[name] for name in names}
     return {n: (id(v), v._version) if isinstance(v, torch.Tensor) else v for n, v in values.items() if _may_travel(v)}
 
@@ -105,9 +105,9 @@ def has_statistics(optimizer: TorchOptimizer) -> bool:
 
 
 def give_entries(optimizer: TorchOptimizer) -> None:
-    """Give each parameter an entry among the statistics, if only an empty one.
+    """Give each parameter an entry among the statistics, even if it is empty.
 
-    Torch's tools for checkpoints step an optimizer that has no entries, so that it makes its statistics.
+    Otherwise torch's tools for checkpoints step the optimizer, to let it make its statistics.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -259,21 +259,21 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
         "names": [path for path, value in leaves if isinstance(value, torch.Tensor)],
         "values": [value for _, value in leaves if not isinstance(value, torch.Tensor) and _is_plain(value)],
         "groups": groups,
-        # Which entries of the groups are state. A newcomer that has not stepped yet cannot know all of them.
+        # The entries of groups that are state. A newcomer that has not stepped yet cannot know all of them.
         "state_names": sorted(own),
     }
     return metadata, [value for _, value in leaves if isinstance(value, torch.Tensor)]
 
 
 def without_hyperparameters(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`dump_optimizer_state` has made, for a peer that has chosen its own hyper-parameters."""
+    """The result of :func:`dump_optimizer_state` without hyper-parameters, for a peer that has its own."""
     own = metadata.get("state_names", ())
     groups = [{name: value for name, value in group.items() if name in own} for group in metadata["groups"]]
     return {**metadata, "groups": groups}
 
 
 def _all_leaves(optimizer: TorchOptimizer) -> list[tuple[str, Any]]:
-    """All statistics, then the tensors of several values that are state in parameter groups, with their paths."""
+    """All statistics, then state in parameter groups that is a tensor of several values; each with its path."""
     in_groups = [(path, group[name]) for path, group, name in _large(optimizer)]
     return [*_leaves(optimizer.state_dict()["state"]), *in_groups]
 
@@ -342,18 +342,18 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
 
 
 def _can_replace(given: tuple[int, ...], own: tuple[int, ...]) -> bool:
-    """Whether a statistic may take the place of one of another shape: for a parameter of zeros, Prodigy keeps a single
-    zero in place of a copy."""
+    """Whether a statistic may replace one of another shape: for a parameter of zeros, Prodigy keeps a single zero
+    instead of a copy."""
     return given == own or not given or not own
 
 
 def _given_state(
     optimizer: TorchOptimizer, metadata: Mapping[str, Any], group: Mapping[str, Any], given: Any
 ) -> dict[str, Any]:
-    """Of a received group the entries that are state.
+    """The entries of a received group that are state.
 
-    The donor's word is taken only for entries that this peer does not have at all. Otherwise a donor could set what the
-    user or a scheduler has put there, such as ``max_lr``, to any value.
+    The donor decides this only for entries that this peer does not have. Otherwise a donor could overwrite an entry of
+    the user or a scheduler, such as ``max_lr``, with any value.
     """
     if not isinstance(given, dict):
         return {}
@@ -406,8 +406,8 @@ def load_optimizer_state(
     Args:
         optimizer: receives the state.
         metadata, tensors: from :func:`dump_optimizer_state`.
-        scheduled: hyper-parameters that are taken over. This peer keeps its own values of the others, with a warning if
-            they differ.
+        scheduled: hyper-parameters that are taken over. This peer keeps its own values of all others, and warns if they
+            differ.
 
     Raises:
         ValueError: the state does not fit; nothing has been changed.
@@ -443,7 +443,7 @@ def _load_group_state(optimizer: TorchOptimizer, group: dict[str, Any], received
 def keep_mode(optimizer: TorchOptimizer, metadata: Mapping[str, Any]) -> None:
     """Bring parameters from a donor in another mode into this optimizer's own mode.
 
-    Schedule-free optimizers train other parameters than they evaluate, and ``train()`` and ``eval()`` convert them.
+    Schedule-free optimizers train and evaluate with different parameters, which ``train()`` and ``eval()`` convert.
     Call this when parameters and statistics are in place.
     """
     is_training = None
@@ -544,7 +544,7 @@ def without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class GradientCheck:
-    """Decides whether an optimizer may step: with infinite gradients or NaN it skips, as with a gradient scaler.
+    """Decides whether an optimizer may step. As with a gradient scaler, it skips if a gradient is infinite or NaN.
 
     Args:
         names: names of the parameters.
@@ -556,7 +556,7 @@ class GradientCheck:
         self._has_told = False
 
     def are_sound(self, epoch: int) -> bool:
-        """Whether all gradients are finite. Of several skipped steps in a row, only the first one is a warning."""
+        """Whether all gradients are finite. Of several skipped steps in a row, only the first logs a warning."""
         named = [(name, parameter.grad) for name, parameter in self._named if parameter.grad is not None]
         bad = first_not_finite([grad for _, grad in named])
         if bad is not None:

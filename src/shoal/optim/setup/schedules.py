@@ -1,8 +1,8 @@
-"""Learning rate schedules: keep them at the epoch of the swarm, and hand them over to newcomers.
+"""Learning rate schedules: keep them at the epoch of the swarm, and give them to newcomers.
 
-A schedule makes one step in each epoch. A peer that has to catch up steps it several times, but over a great distance
-it jumps: other peers name the epoch, and a liar could make it step for hours. Most schedules know the learning rate of
-any epoch; see :func:`catch_up` for the others.
+A schedule makes one step in each epoch. A peer that has to catch up steps it several times. Over a long distance it
+jumps instead, because other peers claim the epoch, and a liar could make it step for hours. Most schedules can compute
+the learning rate of any epoch; see :func:`catch_up` for the others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shoal.base.logs import quoted
 
 logger = logging.getLogger(__name__)
 
-# Up to this many steps are made one by one, which takes a few tenths of a second.
+# Up to this many steps are made one by one. Chosen: this takes a few tenths of a second.
 MOST_STEPS = 10_000
 
 # Hyper-parameters that torch's schedulers change or read, without and with ``cycle_momentum``.
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
 
-# What moves in torch's own schedules. All else in their state is given by the user, such as the size of a step.
+# What changes in the state of torch's own schedules. All else comes from the user, such as the size of a step.
 _MOVING = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "_schedulers"})
-# Another peer's learning rate may be this many times the largest of this peer: more is a mistake, or a lie.
+# Another peer's learning rate may be at most this many times this peer's largest. Chosen: more is a mistake, or a lie.
 _LARGEST_RATIO = 1000.0
 
 LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
@@ -39,7 +39,7 @@ LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Check that a schedule depends on nothing but the number of steps: all peers must get the same learning rate.
+    """Check that a schedule depends only on the number of steps, so that all peers get the same learning rate.
 
     Raises:
         ValueError: it depends on something else.
@@ -56,8 +56,8 @@ def catch_up(scheduler: Any, epoch: int) -> None:
     Over at most :data:`MOST_STEPS` epochs it is stepped. The learning rates are then exactly those of a peer that was
     there all the time. Over more epochs it jumps: ``last_epoch`` is set, and the rates come from the schedule's closed
     form, the same up to rounding. Some schedules have no closed form, because each rate follows from the one before
-    (``MultiplicativeLR``, some of a ``ChainedScheduler``, perhaps the user's own). These make a single step at the end
-    of the jump, from the rates that the groups have then, for example those of a downloaded state.
+    (``MultiplicativeLR``, some ``ChainedScheduler``, perhaps the user's own). These make a single step at the end of
+    the jump, from the rates that the groups have at that time, for example those of a downloaded state.
 
     Raises:
         ValueError: the schedule ends before this epoch, as ``OneCycleLR`` does.
@@ -65,7 +65,7 @@ def catch_up(scheduler: Any, epoch: int) -> None:
     distance = epoch - position_of(scheduler)
     if distance <= 0:
         return
-    # After a download other peers have made the optimizer's steps. Torch would warn that the scheduler steps first.
+    # After a download, other peers have made the optimizer's steps. Torch would warn that the scheduler steps first.
     scheduler.optimizer._opt_called = True
     if distance > MOST_STEPS:
         logger.warning("the schedule jumps over %d epochs, to epoch %d", distance, epoch)
@@ -76,7 +76,7 @@ def catch_up(scheduler: Any, epoch: int) -> None:
 
 
 def take_back(scheduler: Any, epoch: int) -> None:
-    """Bring the scheduler back to this epoch if it is ahead, such as one from a checkpoint that counted other steps."""
+    """Bring the scheduler back to this epoch if it is ahead, such as after a checkpoint that counted other steps."""
     if position_of(scheduler) > epoch:
         scheduler.optimizer._opt_called = True
         _jump(scheduler, epoch)
@@ -91,10 +91,10 @@ class HasEpoch(Protocol):
 
 
 class HiveMindScheduler:
-    """Wraps a scheduler so that it moves only when the swarm has made a step, however often a trainer steps it.
+    """Wraps a scheduler so that it advances only when the swarm has made a step, however often a trainer steps it.
 
-    The learning rate is always that of ``optimizer.local_epoch``. A ``DiLoCo`` with ``sync_every`` moves it with its
-    inner steps by itself. All other attributes are read from the scheduler.
+    The learning rate is always that of ``optimizer.local_epoch``. A ``DiLoCo`` with ``sync_every`` advances it itself,
+    with its inner steps. All other attributes are read from the scheduler.
 
     Args:
         optimizer: its ``local_epoch`` counts.
@@ -127,7 +127,7 @@ class HiveMindScheduler:
         return getattr(self.scheduler, name)
 
 
-# At these epochs the factors of a function are compared whose constants cannot be read.
+# Functions whose constants cannot be read are compared by their factors at these epochs. Chosen: they span any run.
 _SAMPLED_EPOCHS = (1, 10, 100, 1000, 10_000)
 
 
@@ -137,7 +137,7 @@ def describe_schedule(scheduler: Any) -> str:
         return "none"
     name = type(scheduler).__name__
     if not _is_of_torch(scheduler):
-        return name  # what is constant in its state is not known
+        return name  # it is unknown what is constant in its state
     told = [describe_schedule(part) for part in getattr(scheduler, "_schedulers", ())]
     values = {"milestones": getattr(scheduler, "_milestones", None), **vars(scheduler)}
     for key, value in sorted(values.items()):
@@ -245,7 +245,7 @@ def _rates_of_chain(rates: Sequence[list[float] | None], bases: Sequence[Sequenc
 
 
 def _set_position(scheduler: Any, epoch: int) -> None:
-    """Set the scheduler, and those that it consists of, to this number of steps without making them."""
+    """Set the scheduler and its parts to this number of steps without making them."""
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         number = bisect.bisect_right(scheduler._milestones, epoch)
         begins_at = scheduler._milestones[number - 1] if number else 0
@@ -293,11 +293,11 @@ def _can_be_sent(value: Any) -> bool:
 def load_scheduler_state(scheduler: Any, received: Any, *, of_others: bool = False) -> None:
     """Take over the state of another scheduler of the same kind.
 
-    Only numbers that this scheduler has, too, are taken over; a message can put nothing else into it.
+    Only numbers that this scheduler has as well are taken over, so a message can put nothing else into it.
 
     Args:
         received: from :func:`dump_scheduler_state`; ``None`` leaves the scheduler alone.
-        of_others: from another peer. Then a scheduler of torch keeps its own constants, with a warning if they differ.
+        of_others: it is from another peer. Then a scheduler of torch keeps its own constants, and warns if they differ.
     """
     if scheduler is None or not isinstance(received, dict):
         return
@@ -316,7 +316,7 @@ def load_scheduler_state(scheduler: Any, received: Any, *, of_others: bool = Fal
 
 
 def _merge(own: Any, given: Any, names: frozenset[str] | None = None) -> Any:
-    """The received value where it has the same form as the own one; else the own one.
+    """The received value if it has the same form as this scheduler's own one, else the own one.
 
     Args:
         names: only values of these names are taken over; ``None``: all.
@@ -343,7 +343,7 @@ def _merge(own: Any, given: Any, names: frozenset[str] | None = None) -> Any:
 
 
 def check_received_schedule(scheduler: Any, received: Any, groups: Sequence[Any], epoch: int) -> None:
-    """Check that numbers of another peer's schedule, and the learning rates that it has set, can be right.
+    """Check that the numbers of another peer's schedule, and its learning rates, are plausible.
 
     Args:
         received: from :func:`dump_scheduler_state`.
@@ -368,7 +368,7 @@ def check_received_schedule(scheduler: Any, received: Any, groups: Sequence[Any]
     for value in _numbers(_found_in(received, {"base_lrs", "_last_lr"})):
         if not 0 <= value <= most:
             raise ValueError(f"its schedule has a learning rate of {value:g}, which cannot be right")
-    # A schedule may begin in its middle. What those of other packages count is not known.
+    # A schedule may begin in its middle. For schedules of other packages, it is unknown what they count.
     latest = max(epoch, getattr(scheduler, "last_epoch", epoch)) if _is_of_torch(scheduler) else math.inf
     for value in _numbers(_found_in(received, {"last_epoch", "T_cur"})):
         if not -1 <= value <= latest:

@@ -28,7 +28,7 @@ def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = 
     """Check that all parameters are dense tensors with a shape and all of their values in this process.
 
     Args:
-        may_be_sharded: a DTensor will do, of which this process has only a part.
+        may_be_sharded: accept DTensors, of which this process has only a part.
 
     Raises:
         TypeError, ValueError: one of them is not.
@@ -101,10 +101,10 @@ class TrainingSetup:
 
 
 def default_silence(matchmaking_time: float, averaging_timeout: float) -> float:
-    """Seconds of silence after which a member of a group is given up, where the user has not set them.
+    """The default for the seconds of silence after which a member of a group is given up.
 
-    Generous, because it may be in the middle of a batch when the round begins. But who gives no averages is given up
-    after twice that, and then there must be time to average its part again.
+    It is generous, because a member may be in the middle of a batch when the round begins. But a member that sends no
+    averages is given up after twice that, and then there must be time to average its part again.
     """
     return max(min(matchmaking_time, averaging_timeout / 3), averaging_timeout / 4)
 
@@ -262,14 +262,14 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def names_in(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """The names of parameters in a model; none at all if it lacks one of them."""
+    """The names of parameters in a model; empty if it lacks one of them."""
     known = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
     found = tuple(known.get(id(parameter), "") for parameter in parameters)
     return found if all(found) else ()
 
 
 class MainGroup(MutableMapping[str, Any]):
-    """A parameter group with the user's parameters. All other entries are read from and written to the optimizer's.
+    """A parameter group with the user's parameters. All other entries are those of the optimizer's group.
 
     Args:
         optimizer: the optimizer, which has copies of the parameters.

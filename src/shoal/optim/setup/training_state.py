@@ -2,9 +2,10 @@
 
 - :class:`StateTensors` moves values between the user's model, the optimizer and the tensors that are averaged.
 - :func:`describe_state` copies the state for a newcomer; :class:`TrainingState` is such a copy, received and checked.
-- A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]``, one more
-  entry, ``"shoal"``, and the epoch in each parameter group. There torch's own tools keep it, which know nothing of the
-  other two. A plain torch optimizer of the same kind can load it, too, and ignores these additions.
+- A checkpoint is the state dictionary of the optimizer that makes the steps, with three additions: the entry
+  ``"shoal"``, and the epoch both as ``state["local_epoch"]`` and in each parameter group. Torch's own tools for
+  checkpoints keep only the last. A plain torch optimizer of the same kind can load the checkpoint, too, and ignores the
+  additions.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from shoal.p2p import PeerID
 class StateTensors:
     """Knows which tensors are copies of which others, and moves values between them.
 
-    The copies take memory only while they are needed: from :meth:`load_into_averaged` to :meth:`drop_copies`. At other
-    times stand-ins without memory are in their places.
+    Copies take memory only from :meth:`load_into_averaged` to :meth:`drop_copies`. At other times stand-ins without
+    memory take their places.
 
     Args:
         setup: parameters and optimizer.
@@ -76,7 +77,7 @@ class StateTensors:
         # Indices of the averaged tensors that are copies.
         self._copied = not_here if reuse_tensors else list(range(len(local)))
         self.averaged = [tensor.detach() for tensor in local]
-        """The tensors that are averaged. The averager works on this very list."""
+        """The tensors that are averaged. The averager uses this list itself."""
         for index in self._copied:
             self.averaged[index] = stand_in(local[index].shape, exchanged_type(local[index]))
         self.has_copies = False
@@ -128,7 +129,7 @@ class StateTensors:
 
     @torch.no_grad()
     def adopt_statistics(self) -> None:
-        """The optimizer has new statistics. If they are averaged in place, move them into the averaged tensors."""
+        """If the optimizer has new statistics that are averaged in place, move them into the averaged tensors."""
         if not self.reuse_tensors or not self.average_opt_statistics:
             return
         index = len(self.setup.optimizer_parameters)
@@ -158,7 +159,7 @@ class StateTensors:
         self._before_averaging = copies_of(self.averaged) if remember else None
 
     def drop_copies(self) -> None:
-        """After a round: give the memory of the copies back."""
+        """After a round: free the memory of the copies."""
         for index in self._copied:
             self.averaged[index] = stand_in(self.averaged[index].shape, self.averaged[index].dtype)
         self.has_copies, self._before_averaging = False, None
@@ -217,10 +218,10 @@ def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> Non
 
 
 def add_change_above_zero(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
-    """As :func:`add_change`, but no variance becomes negative.
+    """Like :func:`add_change`, but no variance becomes negative.
 
-    Such a statistic may shrink here and by averaging, and together by more than there is. Then the smaller one of both
-    results stands.
+    A variance may shrink both here and by averaging, together by more than its value. Then the smaller of the two
+    results is taken.
     """
     is_variance = not any(bool((tensor < 0).any()) for tensor in (local, new, old))
     before = local.clone()
@@ -239,11 +240,11 @@ def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
     return copy_to_host(tensor, exchanged_type(tensor))
 
 
-# Beyond this number, a float can no longer count in ones.
+# The largest integer up to which a float (IEEE 754 double) counts in ones.
 MAX_EPOCH = 2**53
 logger = logging.getLogger(__name__)
 _warn_seldom = Seldom(logger.warning)
-# A run makes fewer epochs than this while a peer downloads a state. A later epoch is a lie, or another run.
+# Chosen: a run makes fewer epochs than this while a peer downloads a state. A later epoch is a lie, or of another run.
 _EPOCHS_DURING_DOWNLOAD = 1000
 
 
@@ -252,7 +253,7 @@ class OlderStateError(ValueError):
 
 
 class SharedBuffers(Protocol):
-    """A source of further tensors that a newcomer needs. It changes them at times of its own."""
+    """A source of further tensors that a newcomer needs. They may change at any time."""
 
     def get_buffers(self) -> list[torch.Tensor]:
         """The tensors as they are now. They must not be changed afterwards, only replaced by new ones."""
@@ -397,7 +398,7 @@ class TrainingState:
 def first_spoilt(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int | None:
     """Position of the first given tensor with a value that is not finite, where this peer's own values are finite.
 
-    Where they are not finite either, the other state is no worse.
+    Where they are not finite either, the other state is not worse.
     """
     start = 0
     while (found := first_not_finite(given[start:])) is not None:
@@ -428,12 +429,12 @@ def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | N
 
 def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troubles: Counter[str]) -> int:
     """The largest epoch that members of a group have claimed, without those that the run cannot have reached. Of three
-    or more members one may lie, of ten or more a fifth: it must not push the others on with each round.
+    or more members one may lie, of ten or more a fifth. Liars must not push the others ahead with each round.
 
     Args:
         claimed: what each member gave in the round; it can be anything.
         run: knows how far the others are; ``None``: all epochs are believed.
-        troubles: counts the members that are not believed.
+        troubles: counts warnings; here, the members that are not believed.
     """
     epochs = {peer: epoch for peer, epoch in claimed.items() if isinstance(epoch, int) and not isinstance(epoch, bool)}
     limit, count = MAX_EPOCH if run is None else run.global_epoch + EPOCHS_AHEAD, len(epochs)
@@ -483,8 +484,7 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
         "gradients": gradients,
     }
     groups = [{**group, EPOCH: epoch} for group in state_dict["param_groups"]]
-    # Programs know the epoch as state["local_epoch"]. torch's tools for checkpoints take each key there for a
-    # parameter.
+    # Programs read the epoch as state["local_epoch"]. Torch's tools for checkpoints would take the key for a parameter.
     state = state_dict["state"] if _is_for_torch() else {**state_dict["state"], EPOCH: epoch}
     return {**state_dict, "state": state, "param_groups": groups, OWN: own}
 
@@ -501,7 +501,7 @@ def _is_for_torch() -> bool:
     return False
 
 
-# From an optimizer's state_dict() to the place where its checkpoint is made.
+# The most calls between an optimizer's state_dict() and make_checkpoint(). Chosen: what torch has today, and some more.
 _MOST_CALLS_INSIDE = 6
 
 
@@ -563,7 +563,8 @@ def load_optimizer(
     give_entries(optimizer)
     if needs_statistics and not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
-    # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.
+    # A plain checkpoint has rates that a scheduler has changed, but not the position of that scheduler. This peer's
+    # scheduler would change them again.
     if position is None:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
