@@ -79,7 +79,7 @@ async def test_a_peer_whose_only_address_is_its_own_begins_a_swarm() -> None:
     first = await P2P.create(initial_peers=f"127.0.0.1:{port}", host_maddrs=f"127.0.0.1:{port}")
     try:
         assert first.met == {}
-        with pytest.raises(DialError, match="this peer itself answers there"):
+        with pytest.raises(DialError, match="this is the address of this peer itself"):
             await first.meet(Multiaddr(f"/dns4/localhost/tcp/{port}"))
     finally:
         await first.shutdown()

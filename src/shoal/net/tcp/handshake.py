@@ -61,13 +61,13 @@ BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
 
 
 def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes, badge: bytes = b"") -> bytes:
-    """What the dialler signs."""
+    """The message that the dialler signs."""
     certificate, shown = hashlib.sha256(certificate_der).digest(), hashlib.sha256(badge).digest()
     return PROOF_LABEL + listener.to_bytes() + certificate + nonce + shown
 
 
 def with_badge(proof: bytes, badge: bytes) -> bytes:
-    """A challenge or a proof, and after it a badge."""
+    """A challenge or a proof, followed by a badge."""
     return proof + _LENGTH.pack(len(badge)) + badge
 
 
@@ -117,7 +117,7 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
 async def verify_dialler(
     stream: TcpStream, listener: PeerID, certificate_der: bytes, own_badge: bytes = b""
 ) -> tuple[PeerID, bytes] | None:
-    """The listener's half: the peer that has dialled and the badge that it shows, or ``None`` if its proof is wrong.
+    """The listener's half: returns the peer that has dialled and its badge, or ``None`` if its proof is wrong.
 
     Raises:
         StreamClosedError: the dialler left.
@@ -144,7 +144,7 @@ async def prove_to_listener(
 
     Args:
         expected_peer: who has to answer; ``None``: any peer.
-        judge: decides about the badge that the listener shows, before this side says who it is.
+        judge: checks the badge that the listener shows, before this side identifies itself.
 
     Raises:
         IdentityMismatchError: another peer answers.
@@ -193,7 +193,7 @@ def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
 
 
 def has_no_route(error: OSError) -> bool:
-    """Whether the system knows no way to the other side."""
+    """Whether the system has no route to the other side."""
     return not _NO_ROUTE.isdisjoint((error.errno, getattr(error, "winerror", None)))
 
 
