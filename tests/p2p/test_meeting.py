@@ -46,7 +46,7 @@ async def test_the_peer_that_answers_is_one_like_any_other(caplog: pytest.LogCap
         assert second.metrics.connections_dialled == 1, "the connection of the join is used"
         await second.meet(address)
         [line] = [each for each in caplog.messages if "its identity was not checked" in each]
-        assert line.startswith(f"peer {first.peer_id} answers at {short(first)}, ")
+        assert line.startswith(f"peer {first.peer_id} answers at {short(first)}; ")
         assert line.endswith(f"to pin it: {address}/p2p/{first.peer_id}")
 
 
