@@ -173,7 +173,7 @@ def test_state_of_other_data_or_order_is_refused(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", chunk=10) as shared:
         state = shared.state_dict()
     for options, says in (
-        ({"chunk": 20}, "of 60 samples in chunks of 10, and the data set has 60 in chunks of 20"),
+        ({"chunk": 20}, "of 60 samples in chunks of 10, but the data set has 60 in chunks of 20"),
         ({"chunk": 10, "seed": 1}, "the same data in another order"),
         ({"chunk": 10, "shuffle": False}, "the same data in another order"),
     ):
@@ -196,7 +196,7 @@ def test_later_pass_replaces_saved_progress(dhts: list[DHT]) -> None:
         assert shared.number == 1
         assert len(in_all(shared.loader())) == 40
         next(iter(shared.loader()))
-        with pytest.raises(ValueError, match="in the middle of pass 2, and the state is of pass 5: load it before the"):
+        with pytest.raises(ValueError, match="in the middle of pass 2, but the state is of pass 5: load it before the"):
             shared.load_state_dict({**state, "number": 5})
         shared.load_state_dict({**state, "number": 1, "done": b"\x3f"})
         assert sorted(in_all(shared.loader())) == list(range(60))
@@ -259,7 +259,7 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
             SharedPass(range(10), dhts[0], "run")
         with pytest.raises(TypeError, match="SharedPass itself decides about batch_size, shuffle"):
             shared.loader(shuffle=True, batch_size=3)
-        with pytest.raises(ValueError, match="in_order=False: which batch the loop has had would not be known"):
+        with pytest.raises(ValueError, match="in_order=False: the batches that the loop has had would not be known"):
             shared.loader(num_workers=2, in_order=False)
         with pytest.raises(TypeError, match="no len"):
             len(shared)  # type: ignore[arg-type]
