@@ -252,7 +252,7 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
         SharedPass(range(10), dhts[0], "run", chunk=True)
     with pytest.raises(ValueError, match="chunk must be at most 2147483647, got 2147483648"):
         SharedPass(range(10), dhts[0], "run", chunk=2**31)
-    with pytest.raises(ValueError, match="2000000000 samples in chunks of 2 are more than 268435456 chunks: take larg"):
+    with pytest.raises(ValueError, match="2000000000 samples in chunks of 2 are more than 268435456 chunks: use larg"):
         SharedPass(range(2_000_000_000), dhts[0], "run", chunk=2)
     with SharedPass(range(10), dhts[0], "run") as shared:
         with pytest.raises(ValueError, match="a SharedPass with run_id 'run' is at work on this DHT already"):
