@@ -288,6 +288,6 @@ def no_route_to_neighbours() -> str:
     if sys.platform == "darwin":
         return (
             "; macOS says the same if this program may not use the local network: allow your terminal in System "
-            "Settings > Privacy & Security > Local Network, and start it anew"
+            "Settings > Privacy & Security > Local Network, and restart it"
         )
     return ""

@@ -8,7 +8,7 @@ of the machine; in a simulation, each simulated machine has one.
 How an offset is found
     1. A peer that knows only the peers through which it joined adopts the time that most of them hold.
     2. If two thirds of all known clocks, including this machine's, agree, they are right. So the machines that NTP
-       keeps right set the time, no matter who came first.
+       keeps right set the time, whichever came first.
     3. Otherwise the time is the one that most peers hold; this machine's time and its clock count as two peers.
     4. Without a majority nothing changes.
 

@@ -78,7 +78,7 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     chunk: Annotated[int, Meta(ge=1, le=LONGEST_CHUNK)]
     """Samples of a chunk."""
     finished: Annotated[bytes, Meta(max_length=_FINISHED_BYTES)]
-    """One bit for each block of which all chunks are done."""
+    """One bit for each finished block."""
     order: Annotated[str, Meta(max_length=32)] = ""
     """As in :class:`PassName`."""
     is_stream: bool = False

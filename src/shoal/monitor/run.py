@@ -515,7 +515,7 @@ class RunView:
             left=self._seconds_left(epoch, step, now),
         )
 
-    # --- for those who show it ----------------------------------------------------------------------------------------
+    # --- for the views ------------------------------------------------------------------------------------------------
 
     def rows_since(self, change: int) -> list[list[Any]]:
         """The rows of all peers that have changed since then, each with the values of :data:`COLUMNS`."""

@@ -34,7 +34,7 @@ BY_IMPORTANCE = (
     *("peer", "state", "epoch", "samples/s", "loss", "failed", "step", "link", "sent", "received"),
     *("averaging", "version"),
 )
-USUAL_WIDTH = 160
+USUAL_WIDTH = 160  # chosen: all columns fit
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
     PeerState.BEHIND: "yellow",

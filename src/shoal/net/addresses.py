@@ -354,7 +354,7 @@ def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
 
 logger = logging.getLogger(__name__)
 
-# One failure may be chance; this many in a row, with signs of life between them, are not.
+# Chosen: one failure may be chance, but not this many in a row with signs of life between them.
 FAILURES_TO_TELL = 3
 
 

@@ -250,7 +250,7 @@ class Connection:
         def take_memory(more: int) -> None:
             nonlocal taken
             if not self._memory.take(self.remote, more):
-                raise ProtocolError(f"a header of {size} bytes, too much beside the others that are still arriving")
+                raise ProtocolError(f"a header of {size} bytes, too much with the others that are still arriving")
             taken += more
 
         try:

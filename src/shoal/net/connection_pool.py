@@ -398,7 +398,7 @@ class ConnectionPool:
                     peer.elsewhere -= 1
                 if connection.closed or connection.stream.via is None:
                     self.release(connection, reusable=True)
-                else:  # it would not be kept beside direct ones
+                else:  # relayed ones are not kept if there are direct ones
                     del peer.in_use[connection]
                     self._keep(peer, connection)
         finally:

@@ -26,7 +26,7 @@ MAX_DIALLED_PER_PEER = 24
 
 @dataclass(frozen=True)
 class Limits:
-    """What a peer grants to others; each attribute is one limit. Numbers without a reason beside them are guesses."""
+    """The most that a peer grants to others; each attribute is one limit. All numbers are chosen."""
 
     files: int | None = None
     """Accepted connections of any kind in the whole process: with :attr:`answered`, at most half of the files that it
@@ -92,7 +92,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """What a relay grants to peers that cannot be called otherwise."""
+    """The most that a relay grants to peers that cannot be called otherwise. All numbers are chosen."""
 
     reservations: int = 128
     """A relay that has granted half of them takes only peers that find no other relay. Over the limit, a peer without

@@ -43,7 +43,7 @@ from shoal.peers.identity import PeerID
 
 @dataclass(frozen=True)
 class P2PContext:
-    """Who calls whom."""
+    """The two sides of a call, and the caller's rights."""
 
     handle_name: str
     local_id: PeerID
@@ -84,7 +84,7 @@ class Handler:
 
 
 class Gate(Protocol):
-    """Decides who may call what, once per connection."""
+    """Decides which peers may call which handlers, once per connection."""
 
     def guards(self, handle: str) -> bool:
         """Whether only members may call this handler."""

@@ -35,7 +35,7 @@ class ConnectionUpgrades:
     """Attempts direct connections while there are only relayed ones, and makes spare ones once there are any.
 
     Args:
-        endpoint: whose connections these are.
+        endpoint: has the connections.
         circuits: makes them, with the help of relays.
     """
 

@@ -158,7 +158,7 @@ async def _port_mapping(p2p: P2P) -> Finding:
 
 # --- the other peer as a relay ---------------------------------------------------------------------------------------
 
-RESERVE_SECONDS = 10.0
+RESERVE_SECONDS = 10.0  # chosen
 RUN_ONE = "run 'shoal dht' on a machine that others can call"
 
 

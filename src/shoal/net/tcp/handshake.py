@@ -10,7 +10,7 @@ signed, so the dialler proves itself inside the channel::
 The signature is over a label, the listener's peer id, the SHA-256 of the listener's certificate, the nonce, and the
 SHA-256 of the dialler's badge. Because it covers the certificate, the proof is worthless on any other channel. The
 listener reads nothing else before the proof holds. Without a membership, a badge has no bytes. A dialler judges the
-listener's badge before it tells who it is; a listener leaves that to :class:`~shoal.net.server.Server`, which can say
+listener's badge before it identifies itself; a listener leaves that to :class:`~shoal.net.server.Server`, which can say
 why it refuses.
 """
 
@@ -50,7 +50,7 @@ from shoal.peers.multiaddr import Multiaddr
 
 ALPN = "shoal/2"
 PROOF_LABEL = b"shoal/2 dialler proof:"
-NONCE_BYTES = 32
+NONCE_BYTES = 32  # 256 bits, which never repeat by chance
 _LENGTH = struct.Struct(">H")
 CHALLENGE_BYTES = NONCE_BYTES + _LENGTH.size
 """What a listener sends before its badge."""
@@ -140,10 +140,10 @@ async def prove_to_listener(
     judge: Callable[[PeerID, bytes], Badge | None],
     own_badge: bytes = b"",
 ) -> tuple[PeerID, Badge | None]:
-    """The dialler's half: check who answers, then prove who dials; returns the listener and its badge.
+    """The dialler's half: check the listener's identity, then prove its own; returns the listener and its badge.
 
     Args:
-        expected_peer: who has to answer; ``None``: any peer.
+        expected_peer: the peer that must answer; ``None`` = any peer.
         judge: checks the badge that the listener shows, before this side identifies itself.
 
     Raises:

@@ -96,8 +96,7 @@ SMALL_READ_BYTES = 2**10
 JOIN_BYTES = 2**16
 # Chosen: seconds that a closing connection has to send the rest before it is cut.
 CLOSE_TIMEOUT = 2.0
-# While nobody reads, the loop does not watch the socket. So every so many seconds we check whether it is still
-# connected. Chosen.
+# While nobody reads, the loop does not watch the socket, so we check this often whether it is still connected. Chosen.
 PAUSED_CHECK_SECONDS = 0.5
 # A ``struct linger``. The one of Windows has shorter numbers, but its bytes begin in the same way.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)

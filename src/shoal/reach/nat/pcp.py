@@ -183,7 +183,7 @@ async def ask(
             asking.connect(_place_of(gateway))  # from now on it receives datagrams only from the router
             return await _ask(asking, request(asking.getsockname()[0]), read, tries)
         except OSError as e:
-            text = f"the router does not listen for PCP or NAT-PMP: {e.strerror or e}"
+            text = f"the router cannot be asked: {e.strerror or e}"
             raise NoMappingError(text, answered=False) from e
 
 

@@ -23,7 +23,7 @@ from shoal.net.own_addresses import source_of_default_route
 from shoal.peers.multiaddr import Multiaddr
 
 PCP_PORT = 5351
-"""Where routers listen for PCP and NAT-PMP."""
+"""The port on which routers listen for PCP and NAT-PMP (RFC 6887, RFC 6886)."""
 
 
 class NoMappingError(P2PDaemonError):
@@ -229,7 +229,7 @@ def _with_interface(ip: ipaddress.IPv6Address, interface: str) -> str:
     return f"{ip}%{interface}" if ip.is_link_local else str(ip)
 
 
-_SOCKADDR_BYTES = 28
+_SOCKADDR_BYTES = 28  # a SOCKADDR_INET of Windows
 _WINDOWS_AF_INET, _WINDOWS_AF_INET6 = 2, 23
 
 

@@ -23,7 +23,7 @@ from shoal.reach.nat.upnp_search import SEARCH_SECONDS, find_description, is_of_
 MAX_ANSWER_BYTES = 2**18  # chosen: many times the size of a router's description
 
 _SERVICES = tuple(f"urn:schemas-upnp-org:service:{name}:" for name in ("WANIPConnection", "WANPPPConnection"))
-# Error codes of UPnP.
+# Error codes of the UPnP services WANIPConnection:1 and WANIPConnection:2.
 _NO_SUCH_ENTRY, _TAKEN, _ONLY_PERMANENT = 714, 718, 725
 _REASONS = {
     501: "it failed",

@@ -169,7 +169,7 @@ class OutgoingCircuits:
     """Dials through relays.
 
     Args:
-        endpoint: whose connections these are.
+        endpoint: of the peer that dials.
         own_relay: joins circuits through this peer itself.
         punching: finds direct connections; without it, all circuits stay relayed.
         public_addresses: the addresses at which others are known to reach this peer, for calls in reverse.

@@ -1,4 +1,4 @@
-"""Being a relay: joining two connections for two peers, neither of which can call the other.
+"""The relay server: joins two connections for two peers that cannot call each other.
 
 A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
 that call. A peer that wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session
@@ -75,7 +75,7 @@ SILENT_SECONDS = 2.0
 CROWDED_SHARE = 0.5
 """A relay that has granted more than this share of its reservations is crowded, and others are asked first. When more
 than this share of its circuits is in use, all peers of one host together may have as many as one peer."""
-OBSERVATION_BURST = 20
+OBSERVATION_BURST = 20  # observations for one host at once
 
 
 _REASONS = {
