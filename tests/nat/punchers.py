@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.tcp.transport import TcpTransport
@@ -109,7 +110,7 @@ class Punchers:
             place.run(place.begin())
         self.address = Multiaddr(f"/ip4/{relay.address}/tcp/{RELAY_PORT}")
         self.relay.run(self.relay.transport.listen(Multiaddr(f"/ip4/0.0.0.0/tcp/{RELAY_PORT}"), Stream.abort))
-        self._joining: list[concurrent.futures.Future[None]] = []
+        self._joining: list[asyncio.Task[None]] = []
 
     def __enter__(self) -> Punchers:
         return self
@@ -117,8 +118,7 @@ class Punchers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for joining in self._joining:
-            joining.cancel()
+        self.relay.run(self._part())
         for place in self._places:
             place.run(place.end())
             place.close()
@@ -127,7 +127,7 @@ class Punchers:
         """Let both sides open circuits and punch; the target is late by some seconds."""
         pairs = [(secrets.token_bytes(COOKIE_BYTES), secrets.token_bytes(COOKIE_BYTES)) for _ in range(count)]
         expected = [self.relay.run(self._expect(*pair)) for pair in pairs]
-        self._joining += [self.relay.start(self._join(*each)) for each in expected]
+        self.relay.run(self._begin_to_join(expected))
         answering = self.target.start(self._answer([pair[1] for pair in pairs], late))
         try:
             return self.dialler.run(self._dial([pair[0] for pair in pairs]))
@@ -136,6 +136,12 @@ class Punchers:
 
     async def _expect(self, *cookies: bytes) -> list[asyncio.Future[Session]]:
         return [self.relay.transport.expect_session(cookie) for cookie in cookies]
+
+    async def _begin_to_join(self, expected: Sequence[Sequence[asyncio.Future[Session]]]) -> None:
+        self._joining += [asyncio.ensure_future(self._join(*each)) for each in expected]
+
+    async def _part(self) -> None:
+        await cancel_and_wait(*self._joining)
 
     async def _join(self, *expected: asyncio.Future[Session]) -> None:
         first, second = [await each for each in expected]

@@ -31,6 +31,7 @@ from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
 from shoal.base.clock import get_dht_time
 from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import wait_at_most
 from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
@@ -42,7 +43,7 @@ from shoal.optim.progress.board import ProgressBoard
 from shoal.optim.progress.exchange import ProgressExchange
 from shoal.optim.progress.records import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress.schema import endorse
-from shoal.optim.progress_tracker import SECONDS_TO_ASK, ProgressTracker, make_guard
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, SECONDS_TO_ASK, ProgressTracker, make_guard
 from shoal.p2p import PeerID
 from shoal.testing import Host, Link, Network, make_averager, start_dht_node
 
@@ -125,6 +126,9 @@ class SimulatedTracker(ProgressTracker):
 
     def _ask_others(self, seconds: float) -> None:
         """Here no thread can wait, see :meth:`Trainer._should_stop`."""
+
+    def await_introduction(self) -> None:
+        """Likewise."""
 
     def __del__(self) -> None:
         """There is no thread to end."""
@@ -317,12 +321,14 @@ class Trainer:
     async def _should_stop(self) -> bool:
         """What :meth:`ProgressTracker.should_stop` does in a thread."""
         board, patience = self.tracker.board, self.course.matchmaking_time
+        assert self.tracker.exchange is not None
+        if board.ends_when_introduced(get_dht_time()):
+            await wait_at_most(self.tracker.exchange.introduced, FIRST_LOOK_SECONDS)
         if not board.should_stop(get_dht_time(), patience):
             if board.should_ask(get_dht_time()):
                 self.tracker.look_after_others()
             return False
         if board.rests_on_guesses(get_dht_time()):
-            assert self.tracker.exchange is not None
             await self.tracker.exchange.ask_all(min(patience, SECONDS_TO_ASK))
             return board.should_stop(get_dht_time(), patience)
         return True

@@ -552,7 +552,8 @@ class ConnectionPool:
             if not turn.cancelled() and turn.exception() is None:
                 self.release(turn.result(), reusable=True)
             peer.waiting.pop(turn, None)
-            for dial in [*peer.dials][len(peer.waiting) :]:
+            # After a gap in the network, a new dial connects sooner than one that is in its system's backoff.
+            for dial in [*peer.dials][: len(peer.dials) - len(peer.waiting)]:
                 dial.cancel()
             self._dial_for_waiting(peer)
             raise

@@ -163,8 +163,13 @@ class Life(Protocol):
 
 
 @asynccontextmanager
-async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
-    """Open a call. A dial that fails quickly is repeated; nothing has been sent by then.
+async def open_patiently(
+    open_call: Callable[[], AbstractAsyncContextManager[Call]], within: float = REDIAL_WITHIN
+) -> AsyncIterator[Call]:
+    """Open a call. A dial that fails is repeated; nothing has been sent by then.
+
+    Args:
+        within: seconds after which it is not repeated.
 
     Raises:
         DialError: the peer could not be reached.
@@ -178,7 +183,7 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
                 break
             except DialError as e:
                 factor = ANSWERED_FACTOR if isinstance(e, InterruptedDialError) else 1
-                if attempt >= factor * MAX_DIALS or now() - begun > factor * REDIAL_WITHIN:
+                if attempt >= factor * MAX_DIALS or now() - begun > factor * within:
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
         yield call
@@ -641,11 +646,13 @@ class ResumableCall:
         self,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
         use: Callable[[Call], Coroutine[Any, Any, None]],
+        patience: float,
     ) -> None:
         """Hold a link to the other peer. When its connection breaks, it is made again, and used from the start.
 
         Args:
             use: what is done on the link.
+            patience: seconds after which the first dial is not repeated.
 
         Raises:
             P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError: the other peer failed.
@@ -653,7 +660,7 @@ class ResumableCall:
         breaks = 0
         while True:
             try:
-                async with open_again(open_call, self) if breaks else open_patiently(open_call) as call:
+                async with open_again(open_call, self) if breaks else open_patiently(open_call, patience) as call:
                     with self.link.watching(call):
                         await use(call)
                     await call.send_end()

@@ -454,8 +454,9 @@ class Round:
     async def _follow(self, coordinator: RoundMember) -> bool:
         """Follow a coordinator; returns whether the round was committed."""
         stub = self.allreduce.get_stub(coordinator.peer_id)
+        patience = self.allreduce.settings.sender_timeout
         try:
-            await self.allreduce.calls[coordinator.index].follow(stub.rpc_complete, self._follower.run)
+            await self.allreduce.calls[coordinator.index].follow(stub.rpc_complete, self._follower.run, patience)
             return True
         except PEER_FAILURES as e:
             # The member follows the next coordinator. One that resigned will come back for the result, so it is kept.

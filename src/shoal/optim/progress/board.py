@@ -236,10 +236,14 @@ class ProgressBoard:
         return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
 
     def ends_when_introduced(self, now: float) -> bool:
-        """Whether this peer has all samples of its epoch, and others must only learn of it before it may step."""
-        if self.introduced or not self._contributed:
+        """Whether this peer has all samples of its epoch by itself, and only has to look for others before it steps.
+
+        If it knows of others, they have begun without it, and it makes another batch until they know it.
+        """
+        progress = self.global_progress(now)
+        if self.introduced or not self._contributed or progress.num_peers > 1:
             return False
-        return self.global_progress(now).epoch == self.own.epoch and self._is_known_to_be_over(now)
+        return progress.epoch == self.own.epoch and self._is_known_to_be_over(now)
 
     def _is_known_to_be_over(self, now: float) -> bool:
         """Whether it is time by count. Alone, extrapolation says nothing: this peer may just have paused."""
