@@ -199,7 +199,7 @@ async def test_what_belongs_to_a_daemon_is_accepted_and_told_once(caplog: pytest
     as_before = {"auto_nat": True, "dht_mode": "server", "quic": None}
     p2p = await hivemind.P2P.create(no_listen=True, use_relay=False, tls=False, conn_manager=False, **as_before)
     await p2p.shutdown()
-    assert caplog.messages == ["tls, conn_manager: no effect here, there is no libp2p daemon underneath"]
+    assert caplog.messages == ["tls, conn_manager: no effect here, because there is no libp2p daemon underneath"]
     with pytest.raises(ValueError, match="force_reachability is 'maybe': give 'public'"):
         await hivemind.P2P.create(force_reachability="maybe")
     with pytest.raises(TypeError, match="no parameter use_relays"):

@@ -12,9 +12,9 @@
     │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
     │   │   ├── NoRoomError             the relay that leads to the peer has no room for one more connection
     │   │   ├── RefusedDialError        its machine answers, but nothing listens there: the process is gone
-    │   │   │   └── NoReservationError  relays answer, and none of them holds a reservation of the peer
+    │   │   │   └── NoReservationError  relays answer, but none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
-    │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
+    │   │   └── NotAMemberError         one side is not a member of the other's run, or lacks the role
     │   ├── NoAccessTokenError  this peer has no valid token of its authority, so it calls and answers nobody
     │   ├── IdentityTakenError  another process is online with the identity of this peer
     │   └── StreamClosedError   the connection to a peer ended before an operation was complete
@@ -32,9 +32,9 @@
     ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
-    └── SimulationError         a simulation in virtual time cannot go on, or a machine in it is down
+    └── SimulationError         a simulation in virtual time cannot continue, or a machine in it is down
 
-``P2PDaemonError`` keeps the name that users of this field know, although shoal has no daemon.
+``P2PDaemonError`` keeps the name that existing programs use, although shoal has no daemon.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class P2PDaemonError(ShoalError):
 
 
 class ForeignPeerError(P2PDaemonError, ValueError):
-    """A peer id that no peer of shoal has: it is made from another kind of key, such as RSA."""
+    """A peer id that no shoal peer can have: it is made from another kind of key, such as RSA."""
 
 
 class DialError(P2PDaemonError, ConnectionError):
@@ -93,11 +93,11 @@ class NoReservationError(RefusedDialError):
 
 
 class NotAMemberError(DialError):
-    """One of both sides is not a member of the other's run, or has not the role that a call needs.
+    """One side is not a member of the other's run, or lacks the role that a call needs.
 
     Attributes:
-        reason: in two words, for counters: ``not a member``, ``another run``, ``expired``, ``revoked``, ``wrong role``
-            or ``broken``.
+        reason: in a few words, for counters: ``not a member``, ``another run``, ``expired``, ``revoked``,
+            ``wrong role`` or ``broken``.
     """
 
     def __init__(self, text: str, *, reason: str = "not a member") -> None:
@@ -137,7 +137,7 @@ class P2PHandlerError(ShoalError):
 
 
 class BusyError(ShoalError):
-    """This peer has reached its limit of such work for others at the moment."""
+    """A peer has reached its limit for this kind of work for others; try again later."""
 
 
 class ProtocolError(ShoalError):
@@ -180,7 +180,7 @@ class AllreduceException(AveragingError):
     """An averaging step ended without a result.
 
     Attributes:
-        share_averaged: share of the values that hold an average anyway, because the exchange was cut short.
+        share_averaged: the share of values that hold an average although the exchange was cut short.
     """
 
     share_averaged: float = 0.0
@@ -191,7 +191,7 @@ class BannedException(AllreduceException):
 
 
 class SettingsMismatch(ShoalError, ValueError):
-    """This peer has other settings than the peers of its run: it would train alone, or by other rules than they.
+    """This peer's settings differ from those of its run, so that it would train alone, or by other rules.
 
     Attributes:
         run_id: name of the run.
@@ -221,11 +221,11 @@ class StateRefusedError(ShoalError, ValueError):
 
 
 class ProcessGroupError(ShoalError, RuntimeError):
-    """Another process of this peer has ended, failed or hangs; this one cannot go on alone."""
+    """Another process of this peer has ended, failed or hangs; this one cannot continue alone."""
 
 
 class SimulationError(ShoalError, RuntimeError):
-    """A simulation in virtual time cannot go on, or a machine in it was asked for something that it cannot do."""
+    """A simulation in virtual time cannot continue, or a machine in it was asked for something that it cannot do."""
 
 
 def kind_of_dial_errors(errors: Sequence[BaseException]) -> type[ShoalError]:
@@ -237,7 +237,7 @@ def kind_of_dial_errors(errors: Sequence[BaseException]) -> type[ShoalError]:
 
 
 def torch_is_missing(name: str = "torch") -> ModuleNotFoundError:
-    """The error of everything that works with tensors, where torch or numpy is not installed."""
+    """The error for work with tensors where torch or numpy is not installed."""
     return ModuleNotFoundError(
         f"this part of shoal needs {name}, which is not installed: run pip install shoal. Without torch and numpy, "
         "there are the DHT and the commands dht, doctor and token",
@@ -284,10 +284,10 @@ def end_at_once() -> str:
 
 
 def no_route_to_neighbours() -> str:
-    """What may block a program from the local network although the route is open; empty on systems without that."""
+    """The permission that may keep a program out of the local network; empty on systems without one."""
     if sys.platform == "darwin":
         return (
             "; macOS says the same if this program may not use the local network: allow your terminal in System "
-            "Settings > Privacy & Security > Local Network, and start it anew"
+            "Settings > Privacy & Security > Local Network, and restart it"
         )
     return ""

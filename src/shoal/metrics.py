@@ -1,7 +1,7 @@
-"""Plain counters of what this process did, in one place, for monitoring.
+"""Plain counters of everything that this process did, for monitoring.
 
 Every peer owns one :class:`Metrics`. Its fields are plain numbers. The code that counts an event writes them, nearly
-always in the event loop; anybody may read them. Most only grow. :func:`serve_prometheus` shows them to Prometheus.
+always in the event loop; any thread may read them. Most only grow. :func:`serve_prometheus` shows them to Prometheus.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 REQUEST_TIMEOUT = 10.0
-"""Seconds that a caller of the endpoint for Prometheus may be silent in the middle of a request."""
+"""Seconds that a caller of the Prometheus endpoint may be silent in the middle of a request. Chosen."""
 
 
 class Fading:
-    """Counts of which older events count less: half after half an hour."""
+    """Counts in which older events weigh less: half after half an hour."""
 
     def decay(self, factor: float) -> None:
         """Scale all counts down, because time has passed."""
@@ -36,7 +36,7 @@ class Fading:
 
 @dataclass
 class PeerHistory(Fading):
-    """What another peer has done, as this one has seen it."""
+    """The contribution history of another peer, as this one has seen it."""
 
     came: float = 0.0
     """Rounds in which it was a member."""
@@ -48,7 +48,7 @@ class PeerHistory(Fading):
 
 @dataclass
 class Demands(Fading):
-    """What strangers of one host have taken, as far as it is counted."""
+    """Resources that strangers of one host have taken."""
 
     connections: float = 0.0
     """That this peer has accepted, or refused."""
@@ -63,7 +63,7 @@ class Metrics:
     bytes_sent: int = 0
     """Bytes of messages written to other peers, before encryption."""
     bytes_sent_by_handler: Counter[str] = field(default_factory=Counter)
-    """The same by the called handler, requests and responses alike; greetings count with the first call."""
+    """Bytes sent, by the called handler, requests and responses alike; greetings count with the first call."""
     bytes_received: int = 0
     """Bytes of messages read from other peers, after decryption."""
     connections_dialled: int = 0
@@ -73,26 +73,26 @@ class Metrics:
     dials_failed: int = 0
     """Failed attempts to reach an address."""
     dials_direct: int = 0
-    """Connections that this peer opened straight to an address of the other one."""
+    """Connections that this peer opened directly to an address of the other one."""
     dials_reversed: int = 0
     """Connections to peers that cannot be called, opened by them at the request of this one."""
     dials_punched: int = 0
-    """Connections through the routers of both sides, which a relay only brought about."""
+    """Connections punched through the routers of both sides, which a relay only arranged."""
     punches_failed: Counter[str] = field(default_factory=Counter)
-    """Attempts of this peer at such connections from which none resulted, by reason: ``no connection``,
-    ``no candidates``, ``no exchange`` or ``not that peer``."""
+    """Punches of this peer that failed, by reason: ``no connection``, ``no candidates``, ``no exchange`` or
+    ``not that peer``."""
     seconds_to_direct: float = 0.0
-    """From the beginning of the dials to those connections that resulted, in total."""
+    """Total seconds from the start of the dial to the connection, over all successful punches."""
     dials_relayed: int = 0
     """Connections that this peer opened through a relay."""
     bytes_relayed: int = 0
     """Bytes of messages that this peer sent and received through relays."""
     circuits_carried: int = 0
-    """Pairs of connections that this peer joined, as a relay."""
+    """Pairs of connections that this peer joined as a relay."""
     bytes_carried: int = 0
-    """Bytes that went through them."""
+    """Bytes that this peer carried as a relay."""
     circuits_refused: Counter[str] = field(default_factory=Counter)
-    """What this peer refused to others as a relay, by reason: ``no reservation``, ``no room``, ``wrong role``,
+    """Requests that this peer refused as a relay, by reason: ``no reservation``, ``no room``, ``wrong role``,
     ``not a relay``, or ``nobody came`` for circuits that one side did not join."""
     calls_made: int = 0
     calls_failed: int = 0
@@ -105,7 +105,7 @@ class Metrics:
     connections_dropped: Counter[str] = field(default_factory=Counter)
     """Connections that this peer refused or dropped, by reason."""
     hops_to_records: Counter[int] = field(default_factory=Counter)
-    """Gets that found a record, by the number of answers in the chain that led there; 0 = this node had it itself."""
+    """Gets that found a record, by the length of the chain of answers that led to it; 0 = this node had it itself."""
     records_refused: Counter[str] = field(default_factory=Counter)
     """Records of other peers that this node did not keep, by :class:`~shoal.dht.validation.Reason`."""
     stores_failed: Counter[str] = field(default_factory=Counter)
@@ -113,9 +113,9 @@ class Metrics:
     gets_failed: Counter[str] = field(default_factory=Counter)
     """Nodes that gave no value for a key that this peer looked for, by :class:`~shoal.dht.validation.Reason`."""
     records_evicted: int = 0
-    """Records that this node dropped before they expired, because there was no room."""
+    """Records that this node evicted before they expired, because there was no room."""
     node_ids_refused: int = 0
-    """Answers of DHT nodes that others had told of under wrong ids."""
+    """Answers of DHT nodes that others had listed under wrong ids."""
     clock_offset: float = 0.0
     """Seconds by which this machine's clock is ahead of the swarm; shoal corrects for it. 0 if the clock is right."""
     reachability: str = ""
@@ -129,47 +129,47 @@ class Metrics:
     rounds_failed: int = 0
     """Averaging rounds that brought no result."""
     last_failure: str = ""
-    """Why the last one of these has failed."""
+    """Why the last failed round failed."""
     seconds_averaging: float = 0.0
-    """Time spent in the all-reduce of successful rounds."""
+    """Seconds spent in the all-reduce of successful rounds."""
     states_refused: int = 0
     """Downloaded states that were not adopted: they did not fit, or the user's ``check_state`` refused them."""
     peers_absent: Counter[str] = field(default_factory=Counter)
-    """Peers that were seen or expected and were not in a group of this one, by reason."""
+    """Peers that were seen or expected but were not in a group of this one, by reason."""
     donors_left: Counter[str] = field(default_factory=Counter)
-    """Donors whose state this peer did not download to the end, by reason."""
+    """Donors whose state this peer did not download completely, by reason."""
     newcomers_turned_away: int = 0
     """Requests for this peer's state that found no free place."""
     newcomers_dropped: int = 0
-    """Downloads of this peer's state that were ended because they took hardly anything while others waited."""
+    """Downloads of this peer's state that were ended because they made hardly any progress while others waited."""
     members_untrue: int = 0
-    """Lies of group members, about what they send or about the averages they made, as far as they were noticed."""
+    """Detected lies of group members, about what they send or about the averages that they made."""
     exchanges_resumed: int = 0
-    """How often the exchange with another member of a round went on over new connections after one had broken."""
+    """How often the exchange with another member of a round resumed over new connections after one had broken."""
     members_lost_by_cause: Counter[str] = field(default_factory=Counter)
-    """The same by cause, see :class:`~shoal.averaging.control.LossCause`."""
+    """The same, by cause; see :class:`~shoal.averaging.control.LossCause`."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
     troubles: Counter[str] = field(default_factory=Counter)
     """Warnings to the user by kind, including those that were suppressed as repetitions:
 
     ``alone``: a round or a step without any other peer, although others are known;
-    ``waited in vain``: a peer that says it takes part did not come;
+    ``waited in vain``: a peer that had announced itself did not show up;
     ``values that are not finite``: values of another member were left out;
     ``epochs that cannot be``: other peers claimed impossible epochs;
     ``no place for a connection``: another peer found all places taken;
     ``reducers without a share``: their averages did not arrive;
     ``averages that did not come``: a round took long because a reducer gave none, or a sender sent too slowly;
-    ``clocks that differ``: peers ignored what this one told, because its time is ahead of theirs;
+    ``clocks that differ``: peers ignored records of this one, because its time is ahead of theirs;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
     ``leaders not followed``: they accepted followers and did not start the group, or did not end a round that they
     coordinated;
     ``members too slow``: rounds were cut short because of them, or took longer than their samples are worth."""
     peers: dict[str, PeerHistory] = field(default_factory=dict)
-    """By peer id, what is known of the peers that took part in rounds; a few thousand at most."""
+    """By peer id, the history of peers that took part in rounds; a few thousand at most."""
     strangers: dict[str, Demands] = field(default_factory=dict)
-    """By public network (/24 in IPv4, /48 in IPv6), or by peer id where there is none: what those have taken who have
-    connected, and whom this peer neither calls nor knows from rounds; the last few hundred."""
+    """The demands of connected peers that this one neither calls nor knows from rounds, by public network (/24 in IPv4,
+    /48 in IPv6), or by peer id without one; the last few hundred."""
 
     def __post_init__(self) -> None:
         _of_this_process[id(self)] = self
@@ -178,7 +178,7 @@ class Metrics:
 _of_this_process: weakref.WeakValueDictionary[int, Metrics] = weakref.WeakValueDictionary()
 
 Sample = tuple[str, str, dict[str, str], float]
-"""A figure for Prometheus: its name, what it means, its labels, its value."""
+"""A figure for Prometheus: its name, its meaning, its labels and its value."""
 
 
 class PrometheusEndpoint:
@@ -186,16 +186,16 @@ class PrometheusEndpoint:
 
     def __init__(self, url: str, close: Callable[[], None]) -> None:
         self.url = url
-        """Where the figures are."""
+        """The URL of the figures."""
         self.close = close
 
 
 def serve_prometheus(port: int, host: str = "127.0.0.1") -> PrometheusEndpoint:
-    """Show the counters of all peers in this process to Prometheus, added up. It needs ``shoal[prometheus]``.
+    """Show the counters of all peers in this process, added up, to Prometheus. It needs ``shoal[prometheus]``.
 
     Args:
         port: 0 = any free one.
-        host: where to listen; by default only programs of this machine can ask, and under its own names only.
+        host: where to listen; by default only programs on this machine can ask, and only under its own names.
 
     Raises:
         ModuleNotFoundError: ``prometheus-client`` is not installed.
@@ -220,7 +220,7 @@ def samples_of(all_metrics: Iterable[Metrics]) -> Iterator[Sample]:
 
 
 def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: str) -> PrometheusEndpoint:
-    """Answer Prometheus with what ``collect`` returns whenever it asks; as :func:`serve_prometheus`."""
+    """Answer Prometheus with the result of ``collect``; see :func:`serve_prometheus`."""
     try:
         import prometheus_client
         from prometheus_client.core import GaugeMetricFamily
@@ -257,8 +257,8 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
 def _server(host: str, port: int) -> Any:
     """A listening server with a thread for each connection.
 
-    The package's own one answers before its program can be changed, waits for ever for the rest of a request, and
-    prints a traceback if the caller hangs up.
+    The package's own server answers before its program can be changed, waits indefinitely for the rest of a request,
+    and prints a traceback if the caller hangs up.
     """
     from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -276,13 +276,13 @@ def _server(host: str, port: int) -> Any:
                 super().handle()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: Prometheus asks every few seconds."""
+            """Log nothing: Prometheus asks every few seconds."""
 
     return MetricsServer(address[:2], RequestHandler)  # type: ignore[arg-type]
 
 
 def _for_this_machine(program: WSGIApplication, bound: str, chosen: str) -> WSGIApplication:
-    """A program that does not answer requests under the names of web sites, see :mod:`shoal.base.local_names`."""
+    """A program that refuses requests to the names of web sites, see :mod:`shoal.base.local_names`."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         refusal = why_not_answered(bound, environ.get("HTTP_HOST"), chosen)

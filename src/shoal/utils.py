@@ -1,4 +1,4 @@
-"""Small public names under the import path that users know. They live in other modules, and load at first use."""
+"""Small public names under their inherited import path. They live in other modules, and load at first use."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_archive_keeps_progress_of_the_data(make_dhts, closing, tmp_path) -> Non
 def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
     archiver = Archiver(make_dhts(2, clients=1)[1], RUN, Store(tmp_path))
     try:
-        with pytest.raises(ArchiveError, match="nobody gives the state of run 'run'; there is no good archive yet"):
+        with pytest.raises(ArchiveError, match="no peer serves the state of run 'run'; there is no good archive yet"):
             archiver.write_one()
     finally:
         archiver.close()

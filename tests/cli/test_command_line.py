@@ -153,7 +153,7 @@ def test_a_shell_completes_words(line: str, expected: list[str], tmp_path: Path)
         ("dht --xyz", "usage: shoal dht", "unrecognized arguments: --xyz\n"),
         ("mointor", "usage: shoal [-h]", "there is no command 'mointor'. Did you mean monitor?"),
         ("token nwe", "usage: shoal token [-h]", "there is no command 'nwe'. Did you mean new?"),
-        ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. There are: demo, dht, "),
+        ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. Commands: demo, dht, "),
     ],
 )
 def test_mistyped_words_show_their_command_s_usage(

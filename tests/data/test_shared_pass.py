@@ -173,7 +173,7 @@ def test_state_of_other_data_or_order_is_refused(dhts: list[DHT]) -> None:
     with SharedPass(range(60), dhts[0], "run", chunk=10) as shared:
         state = shared.state_dict()
     for options, says in (
-        ({"chunk": 20}, "of 60 samples in chunks of 10, and the data set has 60 in chunks of 20"),
+        ({"chunk": 20}, "of 60 samples in chunks of 10, but the data set has 60 in chunks of 20"),
         ({"chunk": 10, "seed": 1}, "the same data in another order"),
         ({"chunk": 10, "shuffle": False}, "the same data in another order"),
     ):
@@ -196,7 +196,7 @@ def test_later_pass_replaces_saved_progress(dhts: list[DHT]) -> None:
         assert shared.number == 1
         assert len(in_all(shared.loader())) == 40
         next(iter(shared.loader()))
-        with pytest.raises(ValueError, match="in the middle of pass 2, and the state is of pass 5: load it before the"):
+        with pytest.raises(ValueError, match="in the middle of pass 2, but the state is of pass 5: load it before the"):
             shared.load_state_dict({**state, "number": 5})
         shared.load_state_dict({**state, "number": 1, "done": b"\x3f"})
         assert sorted(in_all(shared.loader())) == list(range(60))
@@ -252,14 +252,14 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
         SharedPass(range(10), dhts[0], "run", chunk=True)
     with pytest.raises(ValueError, match="chunk must be at most 2147483647, got 2147483648"):
         SharedPass(range(10), dhts[0], "run", chunk=2**31)
-    with pytest.raises(ValueError, match="2000000000 samples in chunks of 2 are more than 268435456 chunks: take larg"):
+    with pytest.raises(ValueError, match="2000000000 samples in chunks of 2 are more than 268435456 chunks: use larg"):
         SharedPass(range(2_000_000_000), dhts[0], "run", chunk=2)
     with SharedPass(range(10), dhts[0], "run") as shared:
         with pytest.raises(ValueError, match="a SharedPass with run_id 'run' is at work on this DHT already"):
             SharedPass(range(10), dhts[0], "run")
         with pytest.raises(TypeError, match="SharedPass itself decides about batch_size, shuffle"):
             shared.loader(shuffle=True, batch_size=3)
-        with pytest.raises(ValueError, match="in_order=False: which batch the loop has had would not be known"):
+        with pytest.raises(ValueError, match="in_order=False: the batches that the loop has had would not be known"):
             shared.loader(num_workers=2, in_order=False)
         with pytest.raises(TypeError, match="no len"):
             len(shared)  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ async def test_no_files_left_for_others(caplog: pytest.LogCaptureFixture) -> Non
     await until(lambda: not OwnSocket.accepted)
     lines = [record.getMessage() for record in caplog.records if record.name == "shoal.net.tcp.listener"]
     assert len(lines) == 1
-    assert f"others have 3 of this process. {more_files()}" in lines[0]
+    assert f"connections of others take 3 of this process. {more_files()}" in lines[0]
 
 
 async def test_strangers_that_come_at_once_find_no_more_places_than_there_are() -> None:

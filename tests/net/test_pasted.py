@@ -67,8 +67,8 @@ DAMAGED = "the peer id is damaged: a character is missing or wrong. Copy the who
     ("text", "words"),
     [
         ("203.0.113.7", r"'203.0.113.7' is no address .* its port is missing. Write 203.0.113.7:PORT; .* port 31337"),
-        ("2001:db8::7", r"its port is missing. Write \[2001:db8::7\]:PORT|stands in brackets"),
-        ("2001:db8::7:31337", r"an IPv6 address stands in brackets before its port, such as \[2001:db8::7\]:31337"),
+        ("2001:db8::7", r"its port is missing. Write \[2001:db8::7\]:PORT|in brackets"),
+        ("2001:db8::7:31337", r"put an IPv6 address in brackets before its port, such as \[2001:db8::7\]:31337"),
         ("203.0.113.7:70000", "a port is a number up to 65535"),
         ("203.0.113:31337", "'203.0.113:31337' is no address of a peer"),
         ("tcp://203.0.113.7:31337", "leave out tcp://, and give HOST:PORT"),

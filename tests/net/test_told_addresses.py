@@ -265,7 +265,7 @@ async def test_a_far_peer_is_not_called_at_the_loopback(trap: socket.socket, mon
         scanner = await peers.start(announce_maddrs=[f"/ip4/127.0.0.1/tcp/{port}", f"/ip4/10.1.2.3/tcp/{port}"])
         await serving(server)
         await stub(scanner, server).rpc_square(Number(value=2))
-        with pytest.raises(DialError, match=r"says that it is at .*/ip4/127\.0\.0\.1/.*, and is seen elsewhere"):
+        with pytest.raises(DialError, match=r"says that it is at .*/ip4/127\.0\.0\.1/.*, but is seen elsewhere"):
             await server.dial(scanner.peer_id)
         assert server.is_hopeless(scanner.peer_id), "so the table does not try either"
     assert_untouched(trap)

@@ -46,7 +46,7 @@ async def test_the_peer_that_answers_is_one_like_any_other(caplog: pytest.LogCap
         assert second.metrics.connections_dialled == 1, "the connection of the join is used"
         await second.meet(address)
         [line] = [each for each in caplog.messages if "its identity was not checked" in each]
-        assert line.startswith(f"peer {first.peer_id} answers at {short(first)}, ")
+        assert line.startswith(f"peer {first.peer_id} answers at {short(first)}; ")
         assert line.endswith(f"to pin it: {address}/p2p/{first.peer_id}")
 
 
@@ -79,7 +79,7 @@ async def test_a_peer_whose_only_address_is_its_own_begins_a_swarm() -> None:
     first = await P2P.create(initial_peers=f"127.0.0.1:{port}", host_maddrs=f"127.0.0.1:{port}")
     try:
         assert first.met == {}
-        with pytest.raises(DialError, match="this peer itself answers there"):
+        with pytest.raises(DialError, match="this is the address of this peer itself"):
             await first.meet(Multiaddr(f"/dns4/localhost/tcp/{port}"))
     finally:
         await first.shutdown()

@@ -118,14 +118,14 @@ async def test_a_silent_router_is_asked_three_times(protocol: type[Pcp] | type[N
 async def test_a_router_that_does_not_listen_is_not_waited_for(protocol: type[Pcp] | type[NatPmp]) -> None:
     async with Router() as router:
         gateway = router.gateway
-    with pytest.raises(NoMappingError, match="nothing that could be asked") as caught:
+    with pytest.raises(NoMappingError, match="the router cannot be asked") as caught:
         await protocol(gateway, PORT, (PATIENCE,)).ask(3600)
     assert not caught.value.answered
 
 
 async def test_a_router_without_a_way_to_it() -> None:
     for ip, own_ip in [("2001:db8::1", "2001:db8::2"), ("255.255.255.255", ""), ("fe80::1%nowhere", "::1")]:
-        with pytest.raises(NoMappingError, match="nothing that could be asked"):
+        with pytest.raises(NoMappingError, match="the router cannot be asked"):
             await Pcp(Gateway(ip, own_ip), PORT, QUICK).ask(3600)
 
 

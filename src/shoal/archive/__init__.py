@@ -1,9 +1,9 @@
 """Archives: the state of a run in files, from which it continues when all of its peers are gone.
 
-In reading order: an archiver (:mod:`~.keeping`) is a peer that trains nothing; from time to time it downloads the state
+In reading order: an archiver (:mod:`~.keeping`) is a peer that does not train; from time to time it downloads the state
 as a newcomer does. :mod:`~.contents` gives each tensor its name, and :mod:`~.store` writes the tensors to a folder. The
-manifest comes last, and an archive without one does not count. :mod:`~.reviving` gives an archive to newcomers, as a
-donor that trains nothing. :mod:`~.loading` puts it into a model and an optimizer.
+:mod:`~.manifest` is written last, and an archive without one does not count. :mod:`~.reviving` serves an archive to
+newcomers, as a donor that does not train. :mod:`~.loading` loads it into a model and an optimizer.
 """
 
 import shoal.base.needs_torch  # noqa: F401

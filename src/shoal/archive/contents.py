@@ -1,10 +1,10 @@
-"""What an archive holds: the tensors of a state under their names, and how to put the state together again.
+"""What an archive holds: the tensors of a state under their names, and how to reassemble the state.
 
 The state of an :class:`~shoal.Optimizer` is a list of tensors: parameters, extra tensors, buffers of averagers, and the
-statistics of the optimizer. That of :class:`~shoal.DiLoCo` has flat vectors, one for each fragment: outer parameters,
-then statistics of the outer optimizer; and after these the statistics of inner optimizers. A flat vector is cut at the
-borders of its parameters, so that each of these has its name and shape. What lies between two parameters is kept, too,
-so that the vector is the same again to the bit.
+statistics of the optimizer. The state of :class:`~shoal.DiLoCo` has flat vectors, one for each fragment: outer
+parameters, then statistics of the outer optimizer; after these come the statistics of inner optimizers. A flat vector
+is cut at the borders of its parameters, so that each has its name and shape. Gaps between parameters are kept, too, so
+that the vector can be restored bit for bit.
 
 Names come from a peer, and may be anything. They are keys inside files, never parts of paths. Tensors of the model keep
 their names; if shoal needs a name that is taken, it chooses another one.
@@ -25,15 +25,15 @@ from shoal.base.logs import one_line, quoted
 from shoal.compression.base import plain_name
 
 PREFIXES = {"Optimizer": "{}_state_averager", "DiLoCo": "{}_outer_averager"}
-"""Which kinds of optimizers give their state, and the prefix of the averager that does so, by the name of the run."""
+"""By kind of optimizer: the prefix of the averager that serves its state, with a place for the name of the run."""
 EPOCHS = {"Optimizer": "epoch", "DiLoCo": "slot"}
-"""By kind, under which name the state has the epoch of the run."""
+"""By kind of optimizer: the name under which its state has the epoch of the run."""
 MODEL, TRAINING = "model", "training"
-"""The two kinds of files: what a model holds, by the names that it has there; and all else that training needs."""
-_LONGEST_NAME = 500
-# In a file of safetensors this is no tensor.
+"""The two kinds of files: the tensors of the model by their names there, and all else that training needs."""
+_LONGEST_NAME = 500  # chosen
+# The safetensors format reserves this name for its metadata.
 _RESERVED_NAME = "__metadata__"
-# Numbers are made up for parameters without names, as many as a donor says there are.
+# Parameters without names get numbers, as many as a donor claims. Chosen: more than any model has.
 _MOST_PARAMETERS = 2**20
 
 
@@ -45,7 +45,7 @@ class Piece:
     part: str
     tensor: torch.Tensor
     is_whole: bool = True
-    """Whether it is a tensor of the state; otherwise it is a stretch of a flat vector."""
+    """Whether it is a tensor of the state; otherwise it is a part of a flat vector."""
 
 
 def epoch_of(kind: str, metadata: Any) -> int:
@@ -64,7 +64,7 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
     """The pieces of each tensor of a state, in order. Only a flat vector has several.
 
     Raises:
-        ValueError: the state is malformed, or values are not finite: newcomers would refuse such a state.
+        ValueError: the state is malformed, or has values that are not finite, so that newcomers would refuse it.
     """
     metadata, tensors = state
     epoch_of(kind, metadata)
@@ -110,7 +110,7 @@ def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[li
     parameters, extra, buffers = (_count(counts[kind]) for kind in ("parameters", "extra", "buffers"))
     statistics = metadata["optimizer_metadata"]["names"]
     if parameters + extra + buffers + len(statistics) != len(tensors):
-        raise ValueError(f"the state has {len(tensors)} tensors, and says otherwise")
+        raise ValueError(f"the state has {len(tensors)} tensors, but its metadata says otherwise")
     of_parameters = _names_or_numbers(names["parameters"], parameters)
     unnamed = extra - len(names["extra"])
     for index, tensor in enumerate(tensors):
@@ -156,12 +156,12 @@ def _of_diloco(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[list[
 def _cut(
     vector: torch.Tensor, layout: Sequence[Any], names: Sequence[str], filling: str, of: str | None
 ) -> Iterator[Piece]:
-    """Cut a flat vector into its parameters, and what lies between them.
+    """Cut a flat vector into its parameters and the gaps between them.
 
     Args:
-        layout: of each parameter its number, where it begins and its shape; in order.
-        filling: names what lies between.
-        of: of what it is a statistic; ``None``: these are the parameters themselves.
+        layout: for each parameter in order: its number, its offset and its shape.
+        filling: names the gaps.
+        of: the statistic that the vector holds; ``None`` = the parameters themselves.
     """
     end = 0
     for number, offset, shape in [*layout, (-1, len(vector), [])]:
@@ -196,25 +196,25 @@ def _names_or_numbers(names: Any, count: int) -> list[str]:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{quoted(value)} is no number of at least 0")
+        raise ValueError(f"{quoted(value)} is not a number of at least 0")
     return value
 
 
 Order = list[str | list[str]]
-"""Of each tensor of a state the name under which it is kept; of a flat vector the names of its pieces."""
+"""For each tensor of a state, the name under which it is stored; for a flat vector, the names of its pieces."""
 
 
 def order_of(pieces: Sequence[Sequence[Piece]]) -> Order:
-    """What :func:`put_together` needs besides the tensors."""
+    """The order that :func:`put_together` needs besides the tensors."""
     return [each[0].name if each[0].is_whole else [piece.name for piece in each] for each in pieces]
 
 
 def put_together(order: Order, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a state again, from those that are kept under names.
+    """Reassemble the tensors of a state from those that are stored under names.
 
     Raises:
-        ValueError: a tensor that is asked for is not there, or would be used twice: so the state is never larger than
-            what is kept. Or pieces of a flat vector differ in their type.
+        ValueError: a named tensor is missing, or would be used twice (so the state is never larger than what is
+            stored); or pieces of a flat vector differ in their type.
     """
     used = set[str]()
 

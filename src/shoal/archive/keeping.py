@@ -1,7 +1,7 @@
-"""Keeps archives of a run: from time to time, a peer that trains nothing downloads the state and stores it.
+"""Keeps archives of a run: from time to time, a peer that does not train downloads the state and stores it.
 
 It listens to the progress of the others and reports none itself, so no peer counts it or waits for it. It takes the
-version of the state that most donors show, as newcomers do. Donors know that it only archives the state: a peer that
+version of the state that most donors have, as newcomers do. Donors know that it only archives the state: a peer that
 trains alone does not wait for it, and newcomers are served first.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How often an archiver checks for a new epoch once an archive is due, and whether the run has begun. Chosen.
+# How often an archiver checks whether the run has begun, and for a new epoch once an archive is due. Chosen.
 SECONDS_BETWEEN_LOOKS = 2.0
 # How many donors may give a bad state in one attempt. Chosen.
 MOST_BAD = 3
@@ -45,7 +45,7 @@ LEAST_RATE = 1e5
 
 
 class _NobodyGives(ArchiveError):
-    """No donor was found, or none delivered."""
+    """No donor was found, or none delivered a state."""
 
 
 class Archiver:
@@ -55,10 +55,10 @@ class Archiver:
         dht: of this peer.
         run_id: name of the run.
         store: where archives go.
-        every: the least number of seconds from the beginning of one archive to that of the next.
-        keep: how many archives stay: the newest ones. The one of the highest epoch stays, too.
-        rate: the most bytes to download in a second.
-        say: gets a line for everything that happens.
+        every: least seconds from the start of one archive to the start of the next.
+        keep: the number of newest archives to keep. The one of the highest epoch stays, too.
+        rate: the most bytes to download per second.
+        say: called with a line for everything that happens.
 
     Raises:
         ArchiveError: there are archives of another run.
@@ -91,14 +91,14 @@ class Archiver:
         self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
         self._further: str | None = None
         self.latest: Manifest | None = None
-        """Of the latest archive that was written."""
+        """The manifest of the latest archive that was written."""
 
     def close(self) -> None:
         """Leave the run."""
         self._tracker.shutdown(1.0)
 
     def run(self, stop: threading.Event) -> None:
-        """Write archives until ``stop`` is set. Failures are reported, and it tries again at the next time."""
+        """Write archives until ``stop`` is set. Failures are reported, and it tries again when the next one is due."""
         due, told = -math.inf, ""
         pause = min(SECONDS_BETWEEN_LOOKS, self._every)
         while not stop.is_set():
@@ -112,7 +112,7 @@ class Archiver:
             except (ShoalError, OSError) as e:
                 if str(e) != told:  # while no peer trains, one line is enough
                     self._say(f"no archive: {e}")
-                # It was downloaded but could not be written: donors should not have to serve it over and over.
+                # Retry soon only if nothing was downloaded: donors should not have to serve the state over and over.
                 is_cheap = isinstance(e, _NobodyGives)
                 told, due = str(e), began_at + (min(self._every, 10.0) if is_cheap else self._every)
                 continue
@@ -152,7 +152,7 @@ class Archiver:
             ShoalError: the download failed.
         """
         self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
-        # Before the state: what is done by now is in it, or in gradients that are not.
+        # Read the pass before the state: chunks that are done by now are in the state, or at most in lost gradients.
         data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
         bad = set[PeerID]()
         while len(bad) < MOST_BAD:
@@ -171,7 +171,7 @@ class Archiver:
             else:
                 break
         if not bad:
-            raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
+            raise _NobodyGives(f"no peer serves the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{counted(len(bad), 'peer')} gave a state that is no good; {self._store.last_good()}")
 
     def _download(self, kind: str, source: StateDownloads, bad: set[PeerID]) -> tuple[State, PeerID] | None:
@@ -187,7 +187,7 @@ class Archiver:
         return State(metadata, tensors), found.donor
 
     def _download_statistics(self, source: StateDownloads) -> State | None:
-        """Each peer has other statistics of its inner optimizers: those of any are as good, if they are finite."""
+        """The statistics of inner optimizers differ between peers; those of any peer will do if they are finite."""
         bad = set[PeerID]()
         while len(bad) < MOST_BAD:
             found = self._dht.run_coroutine(partial(_download, source, skip=bad, part=STATISTICS, most_voters=1))
@@ -228,17 +228,17 @@ def check_role(dht: DHT) -> None:
 def downloads_of(
     dht: DHT, run_id: str, kind: str, trust: Trust | None = None, rate: float = math.inf
 ) -> StateDownloads:
-    """Finds and asks the donors of a run; serves nothing itself.
+    """Make the downloader that finds and asks the donors of a run; it serves nothing itself.
 
     Args:
         kind: of the optimizers of the run.
         trust: ranks the donors.
-        rate: the most bytes that are taken in a second.
+        rate: the most bytes to download per second.
     """
     prefix = PREFIXES[kind].format(run_id)
     options = DownloadOptions(
         max_bytes=memory_of_this_machine(),
-        chunk_timeout=30.0,  # of silence, before a donor is given up
+        chunk_timeout=30.0,  # chosen: seconds of silence before it gives up on a donor
         is_one_state=False,  # this peer does not know how the run averages
         trains=False,
         rate=rate,

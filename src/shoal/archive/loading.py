@@ -1,4 +1,4 @@
-"""Puts an archive into a model and an optimizer."""
+"""Loads an archive into a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def load_archive(
 
     Args:
         path: the folder that ``shoal archive`` writes to, or its address; or one of the archives in it.
-        model: receives the parameters and buffers that the archive has. Parameters are found by their names. If the
-            archive has numbers instead, they are taken in the order of the model, and only if all shapes are right.
-        optimizer: receives what belongs to it. A :class:`~shoal.Optimizer` or :class:`~shoal.DiLoCo` gets the whole
-            state with its epoch, and continues from there; give it the model that it trains. A torch optimizer gets its
+        model: receives the parameters and buffers that the archive has. Parameters are matched by name. If the archive
+            has numbers instead, they are matched in the order of the model, if all shapes are right.
+        optimizer: receives its state. A :class:`~shoal.Optimizer` or :class:`~shoal.DiLoCo` gets the whole state with
+            its epoch, and continues from there; give it the model that it trains. A torch optimizer gets its
             statistics; its hyper-parameters, such as the learning rate, stay as they are.
 
     Returns:
-        What was read: among other things its ``run_id``, ``epoch``, and all ``tensors`` by name.
+        The archive, with its ``run_id``, ``epoch``, all ``tensors`` by name, and more.
 
     Raises:
         ArchiveError: there is no good archive.
-        ValueError: the archive is of another model, or of another kind of optimizer. The model may have changed.
+        ValueError: the archive is of another model, or of another kind of optimizer. The model may be changed already.
     """
     archive = Store.open(path)
     if model is not None:
@@ -80,7 +80,7 @@ def _load_model(archive: Archive, model: torch.nn.Module) -> None:
 
 
 def _by_number(archive: Archive, model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give names to parameters that have only numbers: those of the model, in its order."""
+    """Give the model's names, in its order, to parameters that have only numbers."""
     numbered = {int(name): tensor for name, tensor in given.items() if name.isdecimal()}
     tensors = [numbered[number] for number in sorted(numbered)]
     named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
@@ -118,5 +118,5 @@ def _load_statistics(archive: Archive, optimizer: torch.optim.Optimizer) -> None
         described, statistics = inner[0], tensors[sum(each["tensors"] for each in metadata["fragments"]) :]
     if not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
-    # Without hyper-parameters: the program that loads an archive has chosen its own.
+    # Without hyper-parameters, because the program that loads an archive has chosen its own.
     load_optimizer_state(optimizer, without_hyperparameters(described), statistics)

@@ -1,4 +1,4 @@
-"""The file that describes an archive. An archive counts only if it is there."""
+"""The file that describes an archive. An archive without it does not count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """What manifests of all formats have."""
+    """The fields that manifests of all formats have."""
 
     format: int
 
@@ -33,7 +33,7 @@ class NotWholeError(ArchiveError):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an archive is. Its hash covers all fields, so new fields need a new format."""
+    """Describes an archive. Its hash covers all fields, so new fields need a new format."""
 
     format: int
     kind: str
@@ -43,10 +43,10 @@ class Manifest(msgspec.Struct, frozen=True):
     named: bool
     """Whether parameters have names; otherwise they have numbers."""
     written: str
-    """UTC, for people."""
+    """When it was written, in UTC, for people to read."""
     files: dict[str, File]
     check: str = ""
-    """The hash of all this with an empty ``check``."""
+    """The hash of all fields, with an empty ``check``."""
 
     @property
     def hash(self) -> str:
@@ -77,9 +77,9 @@ class Manifest(msgspec.Struct, frozen=True):
         if manifest is None or manifest.kind not in EPOCHS:
             what = "" if manifest is None else f" of a {quoted(manifest.kind)}"
             raise ArchiveError(
-                f"{of} has format {quoted(found)}{what}, and this version of shoal reads format {FORMAT}: take the "
-                "version that has written it, or a newer one"
+                f"{of} has format {quoted(found)}{what}, but this version of shoal reads format {FORMAT}: use the "
+                "version that wrote it, or a newer one"
             )
         if manifest.check != manifest.hash:
-            raise NotWholeError(f"{of} is damaged: {MANIFEST} has another hash than it says")
+            raise NotWholeError(f"{of} is damaged: {MANIFEST} does not match its own hash")
         return manifest

@@ -1,9 +1,9 @@
-"""Revives a run whose peers are all gone: a peer that trains nothing serves the state of an archive.
+"""Revives a run whose peers are all gone: a peer that does not train serves the state of an archive.
 
-It publishes a record of progress with the epoch of the archive, in which it calls itself only a donor: so newcomers
-begin at that epoch, and no peer waits for it in rounds. It is needed until another peer serves the state of that epoch
-or of a later one. Announcements of peers that were killed stay in the DHT for a while, so it asks a peer for its state
-before it trusts such an announcement.
+It publishes a progress record with the epoch of the archive, which marks it as a mere donor: so newcomers begin at that
+epoch, and no peer waits for it in rounds. It is needed until another peer serves the state of that epoch or of a later
+one. Announcements of killed peers stay in the DHT for a while, so it asks a peer for its state before it trusts an
+announcement.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS = 1.0  # chosen
 
 
 class Donor(DecentralizedAverager):
@@ -58,7 +58,7 @@ class Donor(DecentralizedAverager):
 
     @property
     def _outer_tensors(self) -> int:
-        """How many tensors come before the statistics of inner optimizers."""
+        """The number of tensors before the statistics of inner optimizers."""
         metadata, tensors = self._archive.state
         return sum(each["tensors"] for each in metadata["fragments"]) if "fragments" in metadata else len(tensors)
 
@@ -83,7 +83,7 @@ class Revival(Facade):
         archive: of the run.
 
     Raises:
-        ArchiveError: what the archive says of a shared pass over data cannot be.
+        ArchiveError: the archive's record of a shared pass over data is invalid.
         ValueError: others cannot call this peer, or the run was private and this peer has no token.
         NotAMemberError: the run is private, and this peer's token does not allow to give its state.
     """
@@ -139,7 +139,7 @@ class Revival(Facade):
         return None
 
     def _tell_pass(self) -> None:
-        """Publish how much of the data was done."""
+        """Publish which data are done."""
         self._told_pass_at = time.monotonic()
         if self._passed is not None:
             self._dht.run_coroutine(self._tell)
@@ -149,7 +149,7 @@ class Revival(Facade):
         await tell_pass(node, self._run_id, self._passed)
 
     async def _find_other(self, *_: Any) -> PeerID | None:
-        """A peer that trains and serves a state that is not older than this one."""
+        """A peer that trains, and serves a state at least as new as this one."""
         records = self._tracker.board.companions_to_call(get_dht_time())
         trains = {PeerID(r.peer_id) for r in records if not r.is_donor and r.epoch >= self._epoch}
         if not trains:
@@ -171,7 +171,7 @@ class Revival(Facade):
                     return False
                 return epoch_of(self._kind, MSGPackSerializer.loads(header.metadata)) >= self._epoch
         except (*PEER_FAILURES, ValueError) as e:
-            logger.debug("peer %s does not give its state: %s", peer, e)
+            logger.debug("peer %s does not serve its state: %s", peer, e)
             return False
 
     def _let_end(self, stop: threading.Event) -> None:

@@ -9,12 +9,12 @@
                           manifest.json           which run and epoch; size and hash of each file. Written last
 
 Nothing is ever changed or renamed, because many file systems cannot do that atomically. An archive counts only if its
-manifest is there and complete, which it is only after everything else has been written. So whatever happens while an
-archive is being written, earlier ones are unharmed. Other files that a manifest names are checked and otherwise
-ignored: there is room for what later versions store.
+manifest is complete, and the manifest is written after everything else. So whatever happens while an archive is
+written, earlier ones are unharmed. Unknown files that a manifest names are checked and otherwise ignored, so that later
+versions can store more.
 
 An archive may come from anywhere, so nothing in it is trusted before it is checked. Files have plain names, so that
-none lies outside the folder. In a folder of this machine they are regular files: no links, pipes or devices. Their
+none lies outside the folder. In a folder of this machine they must be regular files: no links, pipes or devices. Their
 sizes are compared before they are read, and no read goes beyond them.
 """
 
@@ -50,27 +50,27 @@ logger = logging.getLogger(__name__)
 VALUES, DATA = "state.msgpack", "data.msgpack"
 # A remote file is copied in memory before it is written, so a large state is split into several files. Chosen.
 MOST_BYTES_OF_FILE = 2**28
-_PIECE_BYTES = 2**20
-# No manifest is larger: it has a hundred bytes for each file. Chosen.
+_PIECE_BYTES = 2**20  # chosen
+# The largest manifest; each file takes about a hundred bytes of it. Chosen.
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-# Windows has neither of the first two, and the last one is only there.
+# Windows lacks O_NOFOLLOW and O_NONBLOCK, and only Windows has O_BINARY.
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that is whole and has been read."""
+    """An archive that was read completely."""
 
     path: str
     manifest: Manifest
     state: State
     """As the donor gave it."""
     tensors: dict[str, torch.Tensor]
-    """By name: everything stored, including the statistics of optimizers."""
+    """All stored tensors by name, including the statistics of optimizers."""
     names: tuple[str, ...]
-    """Of the tensors that belong to the model."""
+    """The names of the tensors that belong to the model."""
     data: dict[str, Any] | None = None
     """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
     is_private: bool = False
@@ -96,7 +96,7 @@ class Store:
         url: a folder, or an address such as ``s3://bucket/run``.
 
     Raises:
-        ArchiveError: there is no such address, or a package is missing that opens it.
+        ArchiveError: there is no such address, or the package that opens it is missing.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -155,7 +155,7 @@ class Store:
         return Manifest.decode(data, self._named(folder))
 
     def whole(self) -> Iterator[tuple[str, Manifest]]:
-        """Folders and manifests of the archives that were finished, the newest first. Their files are not read."""
+        """Folders and manifests of finished archives, the newest first. Their files are not read."""
         for folder in self.folders():
             try:
                 yield folder, self.manifest(folder)
@@ -163,12 +163,12 @@ class Store:
                 logger.debug("skipped: %s", e)
 
     def last_good(self) -> str:
-        """Which archive is the newest one that was finished, in words."""
+        """The newest finished archive, in words."""
         newest = next(self.whole(), None)
         return "there is no good archive yet" if newest is None else f"the last good archive is {self._told(*newest)}"
 
     def _is_archive(self) -> bool:
-        """Whether this is not a folder of archives, but a single one, which was copied and may have any name."""
+        """Whether this is a single archive, which may have been copied under any name, not a folder of archives."""
         try:
             return bool(self._fs.exists(self._path(MANIFEST)))
         except Exception as e:
@@ -198,7 +198,7 @@ class Store:
 
         Raises:
             ValueError: the state is malformed, or has parameters that are not finite.
-            ArchiveError: it could not be written; the archives before it stand.
+            ArchiveError: it could not be written; earlier archives are unharmed.
         """
         pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
         order = order_of(pieces)
@@ -223,7 +223,7 @@ class Store:
         return manifest
 
     def _make_folder(self, epoch: int) -> str:
-        """Make the folder of the next archive. One that another archiver has just made is left alone."""
+        """Make the folder of the next archive. A folder that another archiver has just made is left alone."""
         number = max(map(_number_of, self.folders()), default=0) + 1
         while True:
             folder = f"{number:06d}-epoch-{epoch}"
@@ -257,7 +257,7 @@ class Store:
         return File(total, digest.hexdigest())
 
     def _put(self, folder: str, name: str, data: bytes) -> File:
-        """Write a file. On a disk of this machine it is there for good when this returns."""
+        """Write a file. On a local disk it survives a power failure once this returns."""
         with self._fs.open(self._path(folder, name), "wb") as file:
             file.write(data)
             if self._is_local:
@@ -267,7 +267,7 @@ class Store:
 
     def _make_lasting(self, *folders: str) -> None:
         """Make sure that the contents of these folders survive a power failure."""
-        if not self._is_local or os.name == "nt":  # there folders cannot be opened
+        if not self._is_local or os.name == "nt":  # Windows cannot open folders
             return
         for path in folders:
             opened = os.open(path, os.O_RDONLY)
@@ -277,36 +277,36 @@ class Store:
                 os.close(opened)
 
     def prune(self, keep: int) -> str | None:
-        """Remove all but the newest archives, and what older attempts have left.
+        """Remove all but the newest archives, and remains of older attempts.
 
         The one of the highest epoch stays, too: if all peers were lost and have started over, new archives must not
-        replace what the run had reached.
+        replace the progress of the run.
 
         Args:
-            keep: how many whole ones stay.
+            keep: the number of whole archives to keep.
 
         Returns:
-            The one of the highest epoch, if the newest one is of an earlier epoch.
+            The folder of the highest epoch, if the newest archive is of an earlier epoch.
         """
         whole, unfinished = self._sort()
-        furthest = max(whole, key=_epoch_of, default=None)  # the newest of several
+        furthest = max(whole, key=_epoch_of, default=None)  # on a tie, the newest
         for folder in whole[keep:]:
             if folder != furthest:
                 self._remove(folder)
         for folder in unfinished:
-            # A newer one may be in progress.
+            # A newer unfinished one may be in progress.
             if whole and _number_of(folder) < _number_of(whole[0]):
                 self._remove(folder)
         return furthest if furthest and _epoch_of(furthest) > _epoch_of(whole[0]) else None
 
     def _remove_unfinished(self) -> None:
-        """Remove what killed archivers left behind, if there is a good archive: it may be why the disk is full."""
+        """Remove what killed archivers left behind, if there is a good archive: it may be filling the disk."""
         whole, unfinished = self._sort()
         for folder in unfinished if whole else ():
             self._remove(folder)
 
     def _sort(self) -> tuple[list[str], list[str]]:
-        """The folders that are whole, and those that were never finished, the newest first."""
+        """The folders of whole archives, and of unfinished ones, the newest first."""
         whole, unfinished = list[str](), list[str]()
         for folder in self.folders():
             try:
@@ -356,7 +356,7 @@ class Store:
                         raise ValueError(f"the tensor {quoted(twice)} is in another file, too")
                     tensors.update(found)
                     names += found if name.startswith("model") else ()
-            except Exception as e:  # the hash is right, so another program has written something else
+            except Exception as e:  # the hash is right, so another program wrote it with other contents
                 raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {_words(e)}") from e
         try:
             order: Order = msgspec.convert(values["order"], Order)
@@ -368,7 +368,7 @@ class Store:
         return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
     def _check_files(self, folder: str, manifest: Manifest) -> None:
-        """Check what a manifest says of files, before any of them is opened."""
+        """Check the manifest's entries for files, before any file is opened."""
         for name in manifest.files:
             if not _PLAIN_NAME.fullmatch(name):
                 raise ArchiveError(
@@ -383,20 +383,20 @@ class Store:
             )
 
     def _get(self, folder: str, name: str, told: File) -> bytes:
-        """What is in a file."""
+        """The contents of a file, checked against the manifest."""
         return b"".join(self._pieces(folder, name, told, told.bytes))
 
     def _check(self, folder: str, name: str, told: File) -> None:
-        """Check a file that this version has no use for, without holding it in memory."""
+        """Check a file that this version does not use, without holding it in memory."""
         for _ in self._pieces(folder, name, told, _PIECE_BYTES):
             pass
 
     def _pieces(self, folder: str, name: str, told: File, size_of_piece: int) -> Iterator[bytes]:
-        """The bytes of a file, which is checked against the manifest."""
+        """The bytes of a file, checked against the manifest."""
         digest, total = blake3(max_threads=blake3.AUTO), 0
         try:
             with self._open(folder, name) as (file, size):
-                # One byte more than told shows that there is more.
+                # Reading one byte more than told shows whether there is more.
                 is_right = size in {None, told.bytes}
                 while is_right and (piece := file.read(min(size_of_piece, told.bytes - total) or 1)):
                     digest.update(piece)
@@ -413,7 +413,7 @@ class Store:
 
     @contextmanager
     def _open(self, folder: str, name: str) -> Iterator[tuple[IO[bytes], int | None]]:
-        """Open a file to read it, with its size if the address tells that. What is no regular file is not opened."""
+        """Open a regular file to read it; yields it with its size, if the address tells that."""
         path = self._path(folder, name)
         if not self._is_local:
             size = self._fs.size(path)
@@ -438,10 +438,10 @@ class Store:
     def open(cls, path: str | os.PathLike[str]) -> Archive:
         """Read the newest good archive of a folder; or a single archive, if its own folder is given.
 
-        Damaged ones that are newer are left out, with a warning.
+        Newer archives that are damaged are skipped with a warning.
 
         Raises:
-            ArchiveError: there is none, or the single one is not good; the text names the last good one beside it.
+            ArchiveError: there is none, or the single one is damaged; the text names the last good one beside it.
         """
         text = _with_slashes(path).rstrip("/")
         above, _, folder = text.rpartition("/")
@@ -463,7 +463,7 @@ class Store:
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
 
     def _tell_further(self, taken: str) -> None:
-        """Warn if an older archive than the newest is of a later epoch."""
+        """Warn if an older archive is of a later epoch than the newest one."""
         older = [folder for folder, _ in self.whole() if _number_of(folder) < _number_of(taken)]
         further = max(older, key=_epoch_of, default=taken)
         if _epoch_of(further) > _epoch_of(taken):
@@ -493,7 +493,7 @@ class Store:
 
 
 def _words(error: Exception) -> str:
-    """The text of an error; file systems that do not support an operation often give none."""
+    """The text of an error; file systems often give none for an operation that they do not support."""
     return one_line(str(error)) or f"{type(error).__name__}: not possible there"
 
 
@@ -512,7 +512,7 @@ def _read(file: IO[bytes], most: int) -> bytes:
 
 
 def memory_of_this_machine() -> int:
-    """Its size in bytes; no state can be larger. A terabyte if the system does not say."""
+    """The memory of this machine in bytes, which no state can exceed; a terabyte if the system does not say."""
     if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**40
@@ -536,7 +536,7 @@ def _hash_of(data: bytes) -> str:
 
 
 def _files(pieces: Iterable[Sequence[Piece]]) -> Iterator[tuple[str, list[Piece]]]:
-    """Distribute pieces over files that are not too large: names, and what is in them."""
+    """Distribute pieces over files of limited size; yields the name and the pieces of each file."""
     by_part: dict[str, list[Piece]] = {}
     for each in pieces:
         for piece in each:

@@ -11,28 +11,28 @@ from shoal.base.bounded import MOST, Bounded
 
 @dataclass(slots=True)
 class Backoff:
-    """A pause after each failure, which doubles as long as failures follow each other.
+    """A pause after each failure, which doubles with each further failure in a row.
 
-    It reads no clock: times are those of the caller, in seconds.
+    It reads no clock: the caller supplies all times, in seconds.
 
     Args:
         first: the pause after the first failure.
-        longest: the pause grows no further than this.
-        free: how many failures in a row cost the first pause; from then on it doubles.
+        longest: the longest pause.
+        free: the number of failures in a row that cost only the first pause; after that it doubles.
     """
 
     first: float
     longest: float
     free: int = 1
     failures: int = 0
-    """In a row."""
+    """The number of failures in a row."""
     rests_until: float = -math.inf
     """When the next attempt is due."""
 
     @property
     def pause(self) -> float:
         """The pause that the next failure will cost."""
-        # Beyond this number, every pause has reached its limit. A float would overflow one day.
+        # Beyond this number every pause has reached its limit, and a float would overflow.
         doublings = min(max(0, self.failures + 1 - self.free), 64)
         return min(self.first * 2.0**doublings, self.longest)
 
@@ -53,12 +53,12 @@ class Backoff:
 
 
 class Backoffs:
-    """A backoff for each key, such as a peer; those that failed last are remembered.
+    """A backoff for each key, such as a peer. It remembers the keys that failed last.
 
     Args:
         first, longest: see :class:`Backoff`.
         now: the time in seconds.
-        most: how many keys are remembered.
+        most: the number of keys to remember.
     """
 
     def __init__(self, first: float, longest: float, now: Callable[[], float], most: int = MOST) -> None:
@@ -76,30 +76,30 @@ class Backoffs:
         backoff.fail(self._now())
 
     def succeed(self, key: Hashable) -> None:
-        """An attempt has succeeded, or it is unknown whether the next one would fail."""
+        """An attempt has succeeded, or the past says nothing about the next one."""
         self._by_key.pop(key, None)
 
     def clear(self) -> None:
-        """Nothing that was known is true any more."""
+        """Forget all failures."""
         self._by_key.clear()
 
 
 class TokenBuckets:
-    """A token bucket for each key, such as a host: a burst at once, and more as time goes by.
+    """A token bucket for each key, such as a host: a burst at once, then a steady rate.
 
     Args:
         per_second: how fast a bucket fills.
         burst: what a full bucket holds; a new key has a full one.
-        most: how many keys are remembered, those that spent last.
+        most: the number of keys to remember: those that spent last.
     """
 
     def __init__(self, per_second: float, burst: float, most: int = MOST) -> None:
         self._per_second, self._burst = per_second, burst
-        # By key: what was left, and when.
+        # By key: the tokens that were left, and when.
         self._left: Bounded[Hashable, tuple[float, float]] = Bounded(most)
 
     def __len__(self) -> int:
-        """Keys that are remembered."""
+        """The number of remembered keys."""
         return len(self._left)
 
     def is_exhausted(self, key: Hashable, now: float) -> bool:
@@ -107,11 +107,11 @@ class TokenBuckets:
         return self._left_at(key, now) < 1
 
     def spend(self, key: Hashable, now: float, amount: float = 1.0) -> None:
-        """Take tokens, even if that leaves fewer than none: then the wait is longer."""
+        """Take tokens, even if that makes the balance negative: then the wait is longer."""
         self._left[key] = (self._left_at(key, now) - amount, now)
 
     def take(self, key: Hashable, now: float) -> bool:
-        """Spend, unless the bucket is exhausted; returns whether it was not."""
+        """Spend one token unless the bucket is exhausted; returns whether it was spent."""
         if self.is_exhausted(key, now):
             return False
         self.spend(key, now)

@@ -1,7 +1,7 @@
 """A mapping with a limit on its size and, if wanted, on the age of its entries.
 
-What is remembered of others must not grow with their number, because anybody can invent peers. Every such memory is a
-:class:`Bounded`. With ``None`` as values it is a set that keeps its order.
+What this peer remembers about others must not grow with their number, because anybody can invent peers. Every memory of
+that kind is a :class:`Bounded`. With ``None`` as values it is an ordered set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 MOST = 4096
-"""Entries, if nothing speaks for another number: more peers than any run has been tried with, in few megabytes."""
+"""The default number of entries. Chosen: more peers than any run has been tried with, in a few megabytes."""
 
 
 class Bounded(MutableMapping[K, V], Generic[K, V]):
@@ -43,7 +43,7 @@ class Bounded(MutableMapping[K, V], Generic[K, V]):
             raise ValueError(f"give a size of at least 1, and a clock only with an age: got {most}, {seconds}, {now}")
         self.most = most
         self._seconds, self._now, self._on_evict = seconds, now, on_evict
-        # Oldest first, so that those that have expired come first as well. The numbers are the times of setting.
+        # Each value with the time when it was set. Oldest first, so that expired entries come first as well.
         self._entries: OrderedDict[K, tuple[V, float]] = OrderedDict()
 
     def __setitem__(self, key: K, value: V) -> None:

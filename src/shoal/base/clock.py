@@ -8,23 +8,23 @@ of the machine; in a simulation, each simulated machine has one.
 How an offset is found
     1. A peer that knows only the peers through which it joined adopts the time that most of them hold.
     2. If two thirds of all known clocks, including this machine's, agree, they are right. So the machines that NTP
-       keeps right set the time, no matter who came first.
-    3. Otherwise the time is the one that most peers hold; this machine's time and clock count like two peers.
+       keeps right set the time, whichever came first.
+    3. Otherwise the time is the one that most peers hold; this machine's time and its clock count as two peers.
     4. Without a majority nothing changes.
 
 How it is applied
-    At once in the first ten minutes: from the first exchange on, after the machine's clock has jumped, and after the
-    swarm was lost and found. Later the time moves by at most a second in a minute, and so never goes back. The
-    exception is a difference of more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS``, if most of those that tell it have
-    agreed with this machine before. If two or more of the known peers have delivered in averaging rounds, only these
-    count. So a crowd of strangers does not take the swarm to another time.
+    At once in the first ten minutes after the first exchange, after a jump of the machine's clock, and after the swarm
+    was lost and found. Later the time moves by at most a second per minute, so it never goes back. The exception is a
+    difference of more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS``, if most of the peers that report it have agreed with
+    this machine before. If two or more of the known peers have contributed to averaging rounds, only these count. So a
+    crowd of strangers cannot move the swarm to another time.
 
 How time passes
     Between two exchanges, time passes as on a clock of the machine that is never set and keeps running while the
-    machine sleeps. So a machine's clock that somebody sets, or that jumps, changes the offset and not the DHT time:
-    other peers notice nothing. The user gets one line, and the peers are asked for the time again, because it may be
-    the machine that stood still (a virtual machine that was paused) and its clock that is right now. Only a peer that
-    has met no others follows the clock of its machine.
+    machine sleeps. So if the machine's clock is set or jumps, the offset changes and not the DHT time, and other peers
+    notice nothing. The user gets one line. The peers are asked for the time again, because the machine may have stood
+    still (a paused virtual machine), so that its clock is right now. Only a peer that has met no others follows the
+    clock of its machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 DHTExpiration = float
 
-# Peers whose clocks differ by more than this many seconds cannot share expiration times safely.
+# Peers whose clocks differ by more than this many seconds cannot share expiration times safely. Inherited public name
+# and value.
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
 # How far the clocks of two peers may differ before their badges, requests and records are refused. Chosen.
 TOLERANCE_SECONDS = 20 * MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -54,40 +55,41 @@ TOLERANCE_SECONDS = 20 * MAX_DHT_TIME_DISCREPANCY_SECONDS
 # hundredths of a second.
 UNNOTICEABLE_SECONDS = 0.25
 
-WORTH_A_WARNING_SECONDS = 1.0
-# Least difference of two readings: half a microsecond, so that they still differ after something is added to both.
+WORTH_A_WARNING_SECONDS = 1.0  # chosen
+# Least difference of two readings: half a microsecond. Derived: twice the spacing of floats near the present Unix time,
+# so that two readings still differ after something is added to both.
 SMALLEST_STEP = 2.0**-21
-# Corrections apply at once for so long. Chosen: in a young swarm most clocks have met after some minutes.
+# Corrections apply at once for this long. Chosen: in a young swarm most clocks have met after a few minutes.
 SETTLING_SECONDS = 600.0
-# Seconds per second by which the time moves later. Chosen: quicker than any clock drifts, too slow to break a round.
+# Later, seconds per second by which the time moves. Chosen: faster than any clock drifts, too slow to break a round.
 CREEP = 1 / 60
 # Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them. Chosen.
 MAX_SOURCES = 32
-# Older exchanges are forgotten. Connections are renewed every quarter of an hour.
+# Older exchanges are forgotten. Chosen: connections, and so exchanges, are renewed every quarter of an hour.
 MAX_AGE_SECONDS = 3600.0
 # Slower exchanges are too inexact to be used.
 MAX_ROUND_TRIP_SECONDS = MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 
 class _Sample(NamedTuple):
-    """The result of the last exchange with a peer, in seconds."""
+    """The result of the last exchange with a peer; all times are in seconds."""
 
     ahead_of_clock: float
     """How far this machine's clock is ahead of the peer's clock."""
     ahead_of_swarm: float
-    """How far it is ahead of the peer's opinion of the time of the swarm."""
+    """How far it is ahead of the time of the swarm as the peer knows it."""
     heard_at: float
     has_agreed: bool
     """Whether the peer has ever agreed with this machine about the time of the swarm."""
     is_mate: bool
-    """Whether it has delivered in averaging rounds."""
+    """Whether the peer has contributed to averaging rounds."""
 
 
 class _Course(NamedTuple):
     """How far the machine's clock is ahead of the swarm; the value moves from ``begin`` to ``offset``."""
 
     wall_beyond_monotonic: float
-    """By how much the one clock of the machine is ahead of the other one. If that changes, the first one was set."""
+    """How far the machine's wall clock is ahead of its monotonic clock. If that changes, the wall clock was set."""
     offset: float = 0.0
     begin: float = 0.0
     since: float = 0.0
@@ -120,9 +122,9 @@ class SwarmClock:
         self._lock = threading.RLock()  # any thread that asks for the time may find that the clock has jumped
         self._course = _Course(self._wall() - self._monotonic())
         self.samples: dict[Hashable, _Sample] = {}
-        """What each peer has told last."""
+        """The last exchange with each peer."""
         self.on_jump: dict[Hashable, Callable[[], object]] = {}
-        """Called, in any thread, after the machine's clock has jumped; by the names of :meth:`add_own`."""
+        """Callbacks for jumps of the machine's clock, by the names of :meth:`add_own`; called in any thread."""
         self._met_at = -math.inf
         self._own: dict[Hashable, None] = {}
         self._joined_through: dict[Hashable, None] = {}
@@ -135,7 +137,7 @@ class SwarmClock:
 
     def time(self) -> float:
         """Unix seconds. May be called from any thread."""
-        # As :meth:`_read`, with fewer calls: this is asked for hundreds of times in each round.
+        # Like :meth:`_read`, with fewer calls, because each round asks for the time hundreds of times.
         wall, now, course = self._wall(), self._monotonic(), self._course
         if not -WORTH_A_WARNING_SECONDS < wall - now - course.wall_beyond_monotonic < WORTH_A_WARNING_SECONDS:
             wall, now, course = self._read()
@@ -148,7 +150,7 @@ class SwarmClock:
         return course.at(now)
 
     def _read(self) -> tuple[float, float, _Course]:
-        """Both clocks of the machine, and what to make of them; notices that the first one has jumped."""
+        """Both clocks of the machine, and the present course; notices if the wall clock has jumped."""
         course = self._course
         wall, now = self._wall(), self._monotonic()
         if abs(wall - now - course.wall_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
@@ -158,7 +160,7 @@ class SwarmClock:
         return wall, now, course
 
     def _read_at_once(self) -> tuple[float, float] | None:
-        """Both clocks at one moment; ``None`` if this thread is held up each time between the two readings."""
+        """Both clocks at one moment; ``None`` if this thread was delayed between the readings in every attempt."""
         for _ in range(5):
             before, wall, now = self._monotonic(), self._wall(), self._monotonic()
             if now - before < UNNOTICEABLE_SECONDS:
@@ -173,11 +175,11 @@ class SwarmClock:
             wall, now = read
             jump = wall - now - course.wall_beyond_monotonic
             if abs(jump) <= WORTH_A_WARNING_SECONDS:
-                return  # another thread has seen to it, or this one was held up between two readings
+                return  # another thread has handled it, or this one was delayed between two readings
             self._course = course = course._replace(wall_beyond_monotonic=wall - now)
             self.settle_anew()
             if not course.offset and now - self._met_at > MAX_AGE_SECONDS:
-                return  # the clock of the machine is all that there is
+                return  # without other peers, follow the machine's clock
             self._course = course._replace(offset=course.offset + jump, begin=course.begin + jump)
             for source, sample in self.samples.items():
                 self.samples[source] = sample._replace(
@@ -200,13 +202,13 @@ class SwarmClock:
 
     @property
     def is_joining(self) -> bool:
-        """Whether the user has named peers of a swarm, and nobody has told the time yet."""
+        """Whether the user has named peers of a swarm, but no peer has told the time yet."""
         return bool(self._joined_through) and not self._has_heard
 
     # --- exchanges with others ----------------------------------------------------------------------------------------
 
     def add_own(self, name: Hashable) -> None:
-        """Ignore a peer that reads this very clock: its opinion adds nothing."""
+        """Ignore a peer that reads this same clock: its vote adds nothing."""
         self._own[name] = None
 
     def remove_own(self, name: Hashable) -> None:
@@ -220,11 +222,11 @@ class SwarmClock:
 
     def join_through(self, source: Hashable) -> None:
         """Register a peer that the user has named; its time is adopted as long as no other peer is known."""
-        if source not in self._own:  # nothing will be heard from these, see add_own
+        if source not in self._own:  # a peer of this process is not heard, see add_own
             self._joined_through[source] = None
 
     def settle_anew(self) -> None:
-        """Let the time be corrected at once again: after an outage, for example, it may be wrong."""
+        """Let corrections apply at once again: the time may be wrong, for example after an outage."""
         self._settles_since = None
 
     def hear(
@@ -234,10 +236,10 @@ class SwarmClock:
 
         Args:
             source: the peer.
-            swarm_time: the time of the swarm in its opinion, when it answered.
-            their_offset: seconds by which its own clock was ahead of that.
+            swarm_time: the time of the swarm as the peer knew it when it answered.
+            their_offset: seconds by which the peer's own clock was ahead of that.
             round_trip: seconds that the exchange took, without the time that the peer needed to answer.
-            is_mate: the peer has delivered in averaging rounds.
+            is_mate: whether the peer has contributed to averaging rounds.
         """
         numbers = (swarm_time, their_offset, round_trip)
         if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
@@ -248,7 +250,7 @@ class SwarmClock:
         with self._lock:
             wall, now, course = self._read()
             self._met_at, self._has_heard = now, True
-            # Where the system only slows down or speeds up its clock, the two clocks drift apart. That is no jump.
+            # If the system slews its clock, the two clocks drift apart. That is no jump.
             self._course = course._replace(wall_beyond_monotonic=wall - now)
             if self._settles_since is None:
                 self._settles_since = now
@@ -260,7 +262,7 @@ class SwarmClock:
                 ahead, present = wall - (swarm_time + round_trip / 2), course.at(now)
                 error = round_trip / 2 + UNNOTICEABLE_SECONDS
                 of_clock, of_swarm = ahead - their_offset, ahead
-                # What the exchange cannot tell from no difference is none.
+                # A difference within the error of the exchange counts as none.
                 of_clock = 0.0 if abs(of_clock) <= error else of_clock
                 of_swarm = present if abs(of_swarm - present) <= error else of_swarm
                 agrees = abs(of_swarm - present) <= MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -274,7 +276,7 @@ class SwarmClock:
         is_settling = self._settles_since is not None and now - self._settles_since <= SETTLING_SECONDS
         voters = list(self.samples.values())
         mates = [sample for sample in voters if sample.is_mate]
-        # With one mate alone all vote: of two clocks, nobody can tell which one is wrong.
+        # With only one mate all peers vote: between two clocks, it is unclear which one is wrong.
         voters = mates if len(mates) > 1 else voters
         estimate = self._estimate(voters)
         if estimate is not None:
@@ -284,7 +286,7 @@ class SwarmClock:
         self._tell()
 
     def _estimate(self, voters: Sequence[_Sample]) -> float | None:
-        """The offset that most support, or ``None``."""
+        """The offset with a majority, or ``None``."""
         clocks, opinions = [0.0, *(each.ahead_of_clock for each in voters)], [each.ahead_of_swarm for each in voters]
         if all(source in self._joined_through for source in self.samples):
             found = _agreement(opinions, len(opinions) // 2 + 1)
@@ -326,7 +328,7 @@ class SwarmClock:
 
 
 def _have_changed_their_minds(voters: Sequence[_Sample], offset: float) -> bool:
-    """Whether two thirds of the voters support this offset, most of whom agreed with this machine before."""
+    """Whether two thirds of the voters support this offset, and most of those agreed with this machine before."""
     for_it = [
         each
         for each in voters
@@ -345,7 +347,7 @@ def _agreement(offsets: Sequence[float], needed: int) -> float | None:
 class ProcessClock(SwarmClock):
     """The clock of a process, whose readings always increase.
 
-    On Windows the machine's clock ticks only 64 times per second, so much happens at the same reading. Yet a record
+    On Windows the machine's clock ticks only 64 times per second, so many events have the same reading. Yet a record
     that is stored after another one must expire later. If the machine's clock is set back by more than a moment, this
     one follows. Simulations use plain clocks, because there time passes only when nothing is left to do.
     """
@@ -369,7 +371,7 @@ class ProcessClock(SwarmClock):
 
 
 clock_of_process = ProcessClock()
-"""What all peers of this process go by, outside of simulations."""
+"""The clock of all peers in this process, outside of simulations."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=clock_of_process.forget_threads)
 

@@ -1,7 +1,7 @@
 """Base class of the objects that users hold: they must be shut down, and cannot be copied.
 
-What a user can mend is told in a sentence, so the frames between that sentence and the user's own line are left out:
-:func:`at_the_door`. An argument that does not exist is told with the one that may be meant.
+An error that a user can fix is told in a sentence, without the frames between it and the user's own line
+(:func:`at_the_door`). For an unknown argument it suggests the one that may be meant.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _holders: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[str, Facade
 
 
 def at_the_door(method: Callable[P, T]) -> Callable[P, T]:
-    """A method that users call. Its errors that they can mend end there, without the frames behind it.
+    """Decorate a method that users call: errors that they can fix leave it without the frames of shoal.
 
-    The whole way of such an error is logged at level ``DEBUG``.
+    The full traceback is logged at level ``DEBUG``.
     """
 
     @functools.wraps(method)
@@ -54,7 +54,7 @@ def at_the_door(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _says_enough(error: Exception) -> bool:
-    """Whether the text of an error is meant for users, and none of their own code is behind the door."""
+    """Whether the text of an error is meant for users, and no code of theirs is among the hidden frames."""
     frames = traceback.walk_tb(error.__traceback__)
     packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
     is_meant_for_users = isinstance(error, ShoalError) or (
@@ -64,7 +64,7 @@ def _says_enough(error: Exception) -> bool:
 
 
 def unknown_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
-    """The error for an argument that does not exist, with the one that may be meant."""
+    """The error for an unknown argument, with the one that may be meant."""
     meant = difflib.get_close_matches(name, known, n=1)
     return TypeError(f"{owner} has no argument {name!r}{f': did you mean {meant[0]}?' if meant else ''}")
 
@@ -76,7 +76,7 @@ class Facade:
     """What users should do instead of copying or saving such an object."""
 
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        # Python names an unknown argument, too, but before 3.13 not the one that is meant.
+        # Python names an unknown argument, too, but suggests no other one before 3.13.
         parameters = inspect.signature(cls.__init__).parameters
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             for name in kwargs:
@@ -111,7 +111,7 @@ class Facade:
         """Reserve a name on a DHT for this object, as long as it is alive.
 
         Args:
-            name: kind and purpose of the object, such as ``"an Optimizer with run_id 'my_run'"``.
+            name: the object in words, such as ``"an Optimizer with run_id 'my_run'"``.
 
         Raises:
             ValueError: another living object holds the name.
@@ -121,8 +121,8 @@ class Facade:
             gc.collect()  # the holder may be garbage already
         if _is_held(holders, name, self):
             raise ValueError(
-                f"{name} is at work on this DHT already: call its shutdown() before you make another one, as when a "
-                "notebook cell is run again, or use it in a `with` block"
+                f"{name} is at work on this DHT already: call its shutdown() before you make another one, for example "
+                "when you run a notebook cell again, or use it in a `with` block"
             )
         holders[name] = self
 

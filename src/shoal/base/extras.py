@@ -1,4 +1,4 @@
-"""Helpers that programs for hivemind use and shoal itself hardly needs: asynchronous iterators, nested structures.
+"""Helpers that programs for hivemind use and shoal itself rarely needs: asynchronous iterators, nested structures.
 
 Nested structures are lists, tuples, named tuples and dictionaries inside each other. They can be flattened to the
 sequence of their values. Dictionaries are walked in the order of their sorted keys, so equal ones give equal sequences.
@@ -19,9 +19,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 DEFAULT_MAX_MSG_SIZE = 2**22
-"""Bytes of a message in hivemind, by which its users cut what they send. Messages of shoal may be larger."""
+"""The most bytes of a message in hivemind, by which its users split their data. shoal's messages may be larger."""
 MAX_UNARY_PAYLOAD_SIZE = DEFAULT_MAX_MSG_SIZE // 2
-"""Bytes beyond which users of hivemind send a stream of messages instead of one."""
+"""The size above which users of hivemind send a stream of messages instead of one."""
 
 anext = builtins.anext
 

@@ -96,7 +96,7 @@ class InheritedModule(ModuleType):
         if name not in self._homes:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(self._homes[name]), name)
-        setattr(self, name, value)  # found without this method from now on
+        setattr(self, name, value)  # later look-ups bypass this method
         return value
 
     def __dir__(self) -> list[str]:
@@ -107,7 +107,7 @@ def offer_modules(package: str) -> None:
     """Make the table's modules inside a package importable; call it while the package is being imported.
 
     Args:
-        package: its import path, which may be one of the table's itself.
+        package: its import path, which may itself be in the table.
     """
     for path, names_by_home in _NAMES_BY_HOME.items():
         if path == package or path.startswith(f"{package}."):

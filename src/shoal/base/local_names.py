@@ -1,8 +1,8 @@
-"""The names under which a web server that listens for this machine alone answers.
+"""The host names to which a web server for this machine alone answers.
 
-A web site can let its own name lead to 127.0.0.1 after a visitor has loaded it (DNS rebinding). To the visitor's
-browser, a server on the loopback then belongs to that site, whose scripts may read it. The browser still sends the name
-of the site in the header ``Host``, so such a server answers only to names that no web site can have.
+A web site can point its own name to 127.0.0.1 after a visitor has loaded it (DNS rebinding). To the visitor's browser,
+a server on the loopback then belongs to that site, whose scripts may read it. The browser still sends the name of the
+site in the header ``Host``, so the server answers only to names that no web site can have.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def why_not_answered(bound: str, host: str | None, chosen: str = "") -> str | No
     """Why a server must not answer a request, with what to do; ``None`` if it may.
 
     Args:
-        bound: the IP address at which the server listens. Anywhere but on the loopback it is meant for other machines,
-            which may call it what they like.
+        bound: the IP address at which the server listens. If it is not on the loopback, the server is meant for other
+            machines, which may use any name for it.
         host: the header ``Host`` of the request. Only old programs leave it out; browsers never do.
         chosen: the name or address at which the user told the server to listen.
     """

@@ -5,9 +5,9 @@ handlers, the first DHT makes warnings appear as lines of at most :data:`MOST_LI
 
     15:14:08 WARNING shoal: peer laptop-4711 (…Cxkk9fQp) does not answer
 
-As soon as the program adds a handler, with ``logging.basicConfig`` for instance, that one gets the full text, and
-these lines end. A program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets more lines, in another
-form::
+As soon as the program adds a handler, with ``logging.basicConfig`` for instance, that handler gets the full text, and
+these lines stop. A program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets more lines, in
+another form::
 
     Nov 21 15:14:07.123 [INFO] Optimizer: averaged with 3 peers
     Nov 21 15:14:08.456 [WARN] [shoal.dht.node._join:212] no initial peer has answered yet
@@ -25,7 +25,7 @@ Environment variables that change what shoal does.
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the DHT; default 4
 ``SHOAL_HOST_MADDRS``              where peers listen if the program gives no address, such as ``/ip4/127.0.0.1/tcp/0``
                                    for this machine alone; several are separated by commas; default: all networks
-``SHOAL_NAME``                     what peers call themselves if the program gives no name; empty: nothing
+``SHOAL_NAME``                     the name of peers if the program gives none; empty: no name
 ``SHOAL_TOKEN``                    token of a private run, or the path of a file with it, if the program gives none
 ``SHOAL_PROXY``                    proxy for connections to the outside, such as ``socks5://HOST:PORT``, instead of the
                                    one in ``HTTPS_PROXY`` or ``ALL_PROXY``; ``off``: none
@@ -58,15 +58,15 @@ from shoal.base.bounded import Bounded
 from shoal.base.signs import as_far_as
 
 PACKAGE = "shoal"
-# The length of a quoted text. Chosen: about a line, like all numbers here.
+# The length of a quoted text: about a line. Chosen, like all numbers here.
 QUOTED_CHARACTERS = 120
 # The length of a text from another peer.
 TOLD_CHARACTERS = 800
-# Lines of one kind in a while, each about another peer: limited, because a stranger can be any number of peers.
+# Lines of one kind per period, each about another peer. It is limited because a stranger can be any number of peers.
 MOST_LINES_OF_A_KIND = 5
-# The size of a line of shoal's own in a program without handlers, in lines and columns of the terminal.
+# The size of a message in a program without handlers, in lines and columns of the terminal.
 MOST_LINES, WIDTH = 2, 100
-# The names that peers give themselves: their length, and of how many peers they are remembered.
+# The length of the names that peers give themselves.
 MAX_NAME_CHARACTERS = 32
 
 
@@ -102,21 +102,21 @@ def quoted(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text from another peer, for a log: on one line, without terminal codes, and not too long."""
+    """A text from another peer for a log line: on one line, without terminal codes, and not too long."""
     line = "".join(each if each.isprintable() else " " for each in text[:TOLD_CHARACTERS])
     return f"{line}..." if len(text) > TOLD_CHARACTERS else line
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, as :func:`one_line`; its type if it says nothing."""
+    """The text of an error, as by :func:`one_line`; its type if it has no text."""
     return one_line(str(error)) or type(error).__name__
 
 
 def harmless(text: str) -> str:
-    """A text without terminal codes, in which no line after the first one can be taken for a line of the log.
+    """A text without terminal codes, in which no line after the first one can be mistaken for a log line.
 
-    The texts of others are made harmless where they enter an error. This is for what was overlooked, and for the errors
-    of other libraries.
+    Texts from other peers are made harmless where they enter an error. This catches what was overlooked, and errors of
+    other libraries.
     """
     return re.sub(r"\n(?=\S)", "\n  ", _without_codes(text))
 
@@ -126,7 +126,7 @@ def _without_codes(text: str) -> str:
 
 
 def _harmless_traceback(text: str, error: BaseException | None) -> str:
-    for _ in range(32):  # longer chains of causes are circles
+    for _ in range(32):  # longer chains of causes are cycles
         if error is None:
             break
         said = str(error)
@@ -145,7 +145,7 @@ def shown_name(name: str) -> str:
 
 
 def note_name(peer: str, name: str) -> None:
-    """Remember what a peer calls itself, for log lines; an empty name forgets it.
+    """Remember the name that a peer gives itself, for log lines; an empty name removes it.
 
     Args:
         peer: its id.
@@ -162,22 +162,22 @@ def short_id(peer: str) -> str:
 
 
 def name_and_id(peer: str) -> str:
-    """A peer as log lines show it. Anybody can take any name, so the end of its id stands beside it."""
+    """A peer as log lines show it. Any peer can take any name, so the end of its id follows."""
     name = _names.get(peer)
     return short_id(peer) if name is None else f"{name} ({short_id(peer)})"
 
 
 def with_names(text: str) -> str:
-    """A text with short names of peers in place of their ids, but not in addresses, which are there to be copied."""
+    """A text with short names in place of peer ids, except in addresses, which are there to be copied."""
     return _PEER_ID.sub(lambda found: name_and_id(found[0]), text)
 
 
 class Seldom:
-    """Lets one line of each kind through in a while: lines that strangers can cause must not fill a disk.
+    """Rate-limits log lines of each kind: lines that strangers can cause must not fill a disk.
 
-    A line about one peer does not suppress a line about another peer, unless there is a crowd of them. Inside an event
-    loop its clock counts, so that an hour of simulated time has the lines of an hour. Texts and errors among the values
-    are put on one line, because they may be the words of strangers.
+    A line about one peer does not suppress a line about another peer, unless there are many. Inside an event loop, the
+    loop's clock counts, so that an hour of simulated time has the lines of an hour. Texts and errors among the values
+    are put on one line, because they may come from strangers.
 
     Args:
         log: writes a line, such as the ``warning`` of a logger.
@@ -186,8 +186,7 @@ class Seldom:
 
     def __init__(self, log: Callable[..., None], seconds: float = 60.0) -> None:
         self._log, self._seconds = log, seconds
-        # By kind (a text with places for values): when a line about each peer was logged, and how many lines were left
-        # out since the last one.
+        # By kind (a format string), then by subject: when a line was last logged.
         self.told: dict[str, dict[Hashable, tuple[object, float]]] = {}
         self._left_out: dict[str, int] = {}
 
@@ -221,9 +220,9 @@ def _on_one_line(value: object) -> object:
 
 
 def _now() -> tuple[object, float]:
-    """A clock, and its seconds: that of the simulation in which the caller is, or that of the machine, ``None``.
+    """The clock of the caller, and its time: the loop of the caller's simulation, or ``None`` for the machine.
 
-    Each simulation begins at the same time, so what one has logged says nothing about the next one.
+    Each simulation begins at the same time, so lines of one must not suppress those of the next.
     """
     try:
         loop = asyncio.get_running_loop()
@@ -284,7 +283,7 @@ class ConsoleFormatter(logging.Formatter):
         level = "WARN" if record.levelno == logging.WARNING else record.levelname
         style = _STYLES.get(record.levelno, "")
         caller = f" [{TextStyle.BOLD}{record.name}.{record.funcName}:{record.lineno}{TextStyle.RESET}]"
-        # The lines of the program itself are its own affair.
+        # Lines of the program itself are left as they are.
         text = harmless(record.message) if record.name.partition(".")[0] == PACKAGE else record.message
         tells_caller = record.levelno != logging.INFO or self._always_tells_caller
         reset = TextStyle.RESET if style else ""
@@ -297,7 +296,7 @@ class ConsoleFormatter(logging.Formatter):
 def _in_few_lines(text: str) -> list[str]:
     """A text in at most :data:`MOST_LINES` lines.
 
-    Of a text that is too long, whole sentences are left out from the end. Only the first one is ever cut.
+    If it is too long, whole sentences are left out from the end. Only the first sentence is ever cut.
     """
     wrapped = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     lines, sentences = wrapped.wrap(text), text.split(". ")
@@ -311,7 +310,7 @@ def _in_few_lines(text: str) -> list[str]:
 
 
 class ShortFormatter(logging.Formatter):
-    """The time, the level and the text, in few short lines. A traceback follows in full."""
+    """The time, the level and the text, in a few short lines. A traceback follows in full."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         head = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname} {PACKAGE}: "
@@ -328,7 +327,7 @@ class ShortFormatter(logging.Formatter):
 class OwnHandler(logging.Handler):
     """Prints shoal's lines in a program that has no handler for them, as Python's handler of last resort does.
 
-    It is silent while there is any other handler, so that a program can set up its logging before or after.
+    It is silent while there is any other handler, so a program can set up its logging at any time.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Imported first by every room that works with tensors, for one clear error where torch is not installed.
+"""Imported first by every package that works with tensors, for one clear error if torch is not installed.
 
-What only moves bytes, such as ``shoal dht``, does without torch and numpy: on a rented machine that is 5 GB less.
+Programs that only move bytes, such as ``shoal dht``, need neither torch nor numpy: that saves 5 GB on a rented machine.
 """
 
 import importlib

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 # Valid values of ``SHOAL_LOOP``.
 LOOPS = ("uvloop", "asyncio")
 
-# How long the loop waits at its end for cancelled tasks to clean up.
+# How long the loop waits at its end for cancelled tasks to clean up. Chosen.
 TASK_GRACE_SECONDS = 0.2
 
 
-# A blocking wait wakes up this often, so that an interrupt gets noticed.
+# A blocking wait wakes up this often, so that an interrupt gets noticed. Chosen.
 SECONDS_AT_A_TIME = 0.5
 
 
@@ -91,7 +91,7 @@ def in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
 
 
 MPFuture = AwaitableFuture
-"""The name that users of this field know."""
+"""The inherited name of :class:`AwaitableFuture`."""
 ALL_STATES = ("PENDING", "RUNNING", "FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED")
 """The states of a future of :mod:`concurrent.futures`."""
 
@@ -99,8 +99,8 @@ ALL_STATES = ("PENDING", "RUNNING", "FINISHED", "CANCELLED", "CANCELLED_AND_NOTI
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A new event loop: the one that ``SHOAL_LOOP`` names, else uvloop where it exists.
 
-    Without uvloop it is the system's loop that suits shoal best. The event loop policy of the process is ignored: on
-    Windows, Jupyter's policy chooses a loop with at most 512 sockets.
+    Without uvloop it is the system's most suitable loop. The event loop policy of the process is ignored: on Windows,
+    Jupyter's policy chooses a loop with at most 512 sockets.
 
     Raises:
         ValueError: ``SHOAL_LOOP`` names an unknown loop, or one that is not installed.
@@ -109,7 +109,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """What makes the loop that the user has asked for."""
+    """The factory of the loop that the user has asked for."""
     keep_standard_descriptors()
     wanted = setting("LOOP")
     if wanted not in ("", *LOOPS):
@@ -126,7 +126,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _is_address(host: object, family: int) -> bool:
-    """Whether a host is an IP address of this family (0: of any), so that there is nothing to look up."""
+    """Whether a host is an IP address of this family (0 = any), so that there is nothing to look up."""
     try:
         version = ipaddress.ip_address(str(host)).version
     except ValueError:
@@ -136,9 +136,9 @@ def _is_address(host: object, family: int) -> bool:
 
 @functools.cache
 def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop, but for libuv's threads, which it needs only to look names up, and for each ``sock_connect``.
+    """uvloop without libuv's threads, which it uses only to look up names and for each ``sock_connect``.
 
-    At the end of a process, libuv joins them. In a forked child they do not exist, so that it would crash.
+    At the end of a process, libuv joins its threads. In a forked child they do not exist, so it would crash.
     """
     import uvloop
 
@@ -147,7 +147,7 @@ def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
             self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
         ) -> list[Any]:
             if _is_address(host, family):
-                # No thread is needed, if uvloop knows the kind of the socket. To sock_connect it makes no difference.
+                # uvloop needs no thread if it knows the kind of the socket, which makes no difference to sock_connect.
                 kind = type or socket.SOCK_STREAM
                 return await super().getaddrinfo(host, port, family=family, type=kind, proto=proto, flags=flags)
             look_up = functools.partial(socket.getaddrinfo, host, port, family, type, proto, flags)
@@ -158,10 +158,10 @@ def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def keep_standard_descriptors() -> None:
-    """Open the null device in the place of each standard stream that is closed, as those of many daemons are.
+    """Open the null device in place of each closed standard stream; many daemons close theirs.
 
-    Otherwise the next socket or pipe gets its number. Whatever another library prints would be sent over it, and libuv
-    ends the process when it closes such a number.
+    Otherwise the next socket or pipe gets its number. Output of other libraries would be sent over it, and libuv ends
+    the process when it closes a descriptor with such a number.
     """
     if sys.platform == "win32":
         return
@@ -193,7 +193,7 @@ async def _end_remaining_tasks() -> None:
 
 
 def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
-    """Log errors that nobody has caught in the usual way, except for one that is harmless.
+    """Log uncaught errors in the usual way, except for one that is harmless.
 
     uvloop fails to write the last TLS data when the connection has just ended. The stream learns of the end anyway.
     """
@@ -273,7 +273,7 @@ class Reactor:
         # Newest first, so that averagers close before their DHT.
         for portal in sorted(portals, key=lambda portal: portal.number, reverse=True):
             left = deadline - time.monotonic()
-            # At most half of the time left, so that the others get some, too.
+            # At most half of the time left, so that the remaining portals get some, too.
             concurrent.futures.wait([portal.begin_close()], timeout=max(0.0, left / 2))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(max(2 * TASK_GRACE_SECONDS, deadline - time.monotonic()))
@@ -299,13 +299,13 @@ async def _no_goodbye() -> None:
 
 
 def _run_in(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
-    """Run a coroutine in another thread's loop; like ``run_coroutine_threadsafe``, but the future can be awaited."""
+    """Run a coroutine in another thread's loop, like ``run_coroutine_threadsafe``, but with a future to await."""
     future: AwaitableFuture[T] = AwaitableFuture()
 
     def start() -> None:
         task = loop.create_task(coro)
         task.add_done_callback(functools.partial(_resolve, future))
-        # Without a reference cycle, which would keep results alive.
+        # A partial, because a closure would make a reference cycle, which keeps results alive.
         future.add_done_callback(functools.partial(_cancel, loop, task))
 
     loop.call_soon_threadsafe(start)
@@ -422,7 +422,7 @@ class Portal:
             return closed
         with self.lock:
             if self._closing is None:
-                # Cancelled from here, so that they resolve at once even if the loop is busy.
+                # Cancel the futures from this thread, so that they resolve at once even if the loop is busy.
                 for future in list(self._pending):
                     future.cancel()
                 self._closing = asyncio.run_coroutine_threadsafe(self._close(), self.reactor.loop)

@@ -1,7 +1,7 @@
 """Turns plain Python values into msgpack and back, for the values that users put into the DHT.
 
-Tuples stay tuples: they have an extension type of their own, so that a tuple key and a list key differ. Decoding
-creates nothing but plain values and registered types.
+Tuples have an extension type of their own, so that they stay tuples, and a tuple key differs from a list key. Decoding
+creates only plain values and registered types.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.base.logs import Seldom, one_line
 
 logger = logging.getLogger(__name__)
 
-# More deeply nested tuples would exhaust the reader's stack.
+# Deeper nested tuples could exhaust the reader's stack. Chosen.
 _MAX_DEPTH = 64
 
 
 warn_seldom = Seldom(logger.warning)
-# Each costs a call of Python; a newer version may know a few that this one does not.
+# Each unknown extension costs a Python call, and a newer version may use a few. Chosen.
 _MAX_UNKNOWN_EXTENSIONS = 1024
-# A dictionary with this many keys of one hash is refused: building it takes time in the square of their number.
+# A dictionary with this many keys of one hash is refused: building it takes quadratic time. Chosen.
 _MAX_KEYS_OF_A_HASH = 64
 
 
@@ -162,5 +162,5 @@ class MSGPackSerializer(SerializerBase):
         except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:
             # Unhashable keys, or bytes that are truncated or too many.
             if depth:
-                raise  # the value around this one says it, and once is enough
+                raise  # the outermost value reports it, once
             raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {one_line(str(e))}") from e

@@ -1,6 +1,6 @@
-"""Signs such as "…" for outputs that have none but ASCII, such as ``LANG=C`` or a console of Windows.
+"""Replacements for characters such as "…" on outputs that lack them, as with ``LANG=C`` or on a Windows console.
 
-Importing this module registers :data:`PLAIN` as a way to handle what an encoding lacks, beside Python's ``"replace"``.
+Importing this module registers :data:`PLAIN` as an error handler for encoding, beside Python's ``"replace"``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN_SIGNS = {
 
 
 def plain(text: str) -> str:
-    """A text in ASCII. Letters become question marks: a similar letter would make another name or path of it."""
+    """A text in ASCII. Letters become question marks: a similar letter would turn it into another name or path."""
     return "".join(sign if sign.isascii() else _PLAIN_SIGNS.get(sign, "?") for sign in text)
 
 
@@ -35,12 +35,12 @@ codecs.register_error(PLAIN, _replace)
 
 
 def as_far_as(encoding: str | None, text: str) -> str:
-    """A text in which signs that an encoding lacks are plain; an unknown encoding is taken to have them all."""
+    """A text without the characters that an encoding lacks; an unknown encoding is assumed to have all."""
     return text if encoding is None else text.encode(encoding, PLAIN).decode(encoding)
 
 
 def make_output_plain() -> None:
-    """From now on, the standard outputs of this process show plain signs where their encodings lack others."""
+    """From now on, show plain characters on the standard outputs of this process where their encodings lack others."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=PLAIN)

@@ -1,14 +1,14 @@
-"""While a thread waits for other peers, its other optimizers stay available to theirs.
+"""Lets the other optimizers of a waiting thread take part in rounds.
 
-A program may step two optimizers in turn, as a GAN does, or draw its data from a pass that it shares. A peer that waits
-in one of them does not come to a round of another. Two peers could then wait for each other, each in another optimizer.
+A program may step two optimizers in turn, as a GAN does, or draw its data from a shared pass. While it waits in one of
+them, it would miss the rounds of the others. Two peers could then deadlock, each waiting in another optimizer.
 
-- :func:`standing_by` is for a thread that waits inside ``step()``. A helper thread gives the rounds of its other
-  optimizers what has been accumulated for them. Models do not change: each optimizer makes its step when it is called
-  next. A program may hold a graph of one model while it steps the other one.
+- :func:`standing_by` is for a thread that waits inside ``step()``. A helper thread gives the rounds of the other
+  optimizers the gradients that they have accumulated. Models do not change, because the program may hold a graph of one
+  model while it steps the other one: each optimizer makes its step when it is next called.
 - :func:`wait_between_batches` is for a thread that waits between two batches. There an optimizer may make its step.
 
-An optimizer belongs to the thread that called its ``step()`` last.
+An optimizer belongs to the thread that last called its ``step()``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LOOKS = 0.05
-"""How often it is checked, during a wait, whether other peers wait for this one."""
+"""How often a wait checks whether other peers wait for this one. Chosen."""
 
 
 class Trained(Protocol):
     """An optimizer whose steps other peers wait for."""
 
     thread: threading.Thread | None
-    """The thread that called its ``step()`` last."""
+    """The thread that last called its ``step()``."""
 
     def begin_round_if_awaited(self, thread: threading.Thread) -> None:
-        """If others wait for this peer, give their round what has been accumulated.
+        """If others wait for this peer, give their round the accumulated gradients.
 
-        Called by a helper while a thread waits elsewhere. Nothing is done if the optimizer no longer belongs to it.
+        Called by a helper thread while ``thread`` waits elsewhere. Does nothing if the optimizer no longer belongs to
+        ``thread``.
         """
         ...
 
@@ -61,10 +62,10 @@ def _of_this_thread() -> list[Trained]:
 
 @contextlib.contextmanager
 def standing_by(waiting: Trained) -> Iterator[None]:
-    """Context for an optimizer to wait in; the other optimizers of this thread stand by.
+    """Context in which an optimizer waits; the other optimizers of this thread stand by.
 
     Raises:
-        Exception: what another optimizer has raised meanwhile.
+        Exception: another optimizer has raised it meanwhile.
     """
     others = [each for each in _of_this_thread() if each is not waiting]
     if not others:
@@ -92,8 +93,7 @@ def standing_by(waiting: Trained) -> Iterator[None]:
 
 
 def wait_between_batches(future: concurrent.futures.Future[T], cancel: Callable[[], object]) -> T:
-    """Wait for a result between two batches. Meanwhile the optimizers of this thread make the steps that others wait
-    for.
+    """Wait for a result between two batches. Meanwhile, let the optimizers of this thread make steps that others await.
 
     Args:
         cancel: called if the wait is interrupted.

@@ -1,4 +1,4 @@
-"""Helpers to run coroutines together, to wait for them or cancel them, and to do blocking work in threads."""
+"""Helpers that run coroutines together, wait for them or cancel them, and do blocking work in threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 class TaskSet:
-    """Tasks that run until they end or are cancelled together. In their order, so that simulations can be repeated."""
+    """Tasks that run until they end or are cancelled together. They keep their order, so that simulations repeat."""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -54,11 +54,11 @@ class TaskSet:
 
 
 class BackgroundTasks(TaskSet):
-    """Tasks that live as long as their owner. Their errors are logged, except those of a kind that callers handle.
+    """Tasks that live as long as their owner. Their errors are logged, except the kinds that callers handle.
 
     Args:
         log: gets the errors.
-        owner: what the tasks belong to, in words for the log.
+        owner: the owner in words, for the log.
         handled: errors that are not logged.
     """
 
@@ -81,7 +81,7 @@ class BackgroundTasks(TaskSet):
             self._log.error("a background task of %s failed", self._owner, exc_info=error)
 
     def stop(self) -> None:
-        """Cancel tasks that are spawned from now on."""
+        """From now on, cancel each task that is spawned."""
         self._is_closed = True
 
     async def close(self) -> None:

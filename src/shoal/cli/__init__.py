@@ -1,4 +1,8 @@
-"""The ``shoal`` command. Each subcommand has a module or a package here; the options that they share are below."""
+"""The ``shoal`` command and the options that its subcommands share.
+
+:mod:`~.__main__` parses the command line. Each subcommand has a module or package of its own: :mod:`~.dht`,
+:mod:`~.demo`, :mod:`~.doctor`, :mod:`~.monitor`, :mod:`~.token`, and :mod:`~.archive` with ``revive``.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ def value(what: str, convert: Callable[[str], T], is_good: Callable[[T], bool]) 
 
     Args:
         what: completes "must be".
-        convert: raises ``ValueError`` if the text stands for no value.
-        is_good: whether the value can be used.
+        convert: parses the text, or raises ``ValueError``.
+        is_good: whether the value is valid.
     """
 
     def read(text: str) -> T:
@@ -74,10 +78,10 @@ def add_addresses(parser: argparse.ArgumentParser, what: str, nargs: str = "*") 
 def add_listening(
     parser: argparse.ArgumentParser, where: str = "all networks of this machine on a free port", extra: str = ""
 ) -> None:
-    """Add where a peer listens, and what it tells others.
+    """Add the options for where a peer listens, and which addresses it announces.
 
     Args:
-        where: it listens by default.
+        where: where it listens by default.
         extra: added to the help of the second option.
     """
     host = f"where to listen (default: SHOAL_HOST_MADDRS, or {where})"
@@ -89,7 +93,7 @@ def add_listening(
 def add_identity(
     parser: argparse.ArgumentParser, identity: str = "file with the key of this peer; made if missing"
 ) -> None:
-    """Add which peer this is, and by which right it takes part."""
+    """Add the options for the identity of this peer, and for its token."""
     add_option(parser, "identity-path", type=Path, metavar="FILE", help=identity)
     add_token(parser)
 
@@ -108,13 +112,13 @@ def add_run_name(parser: argparse.ArgumentParser) -> None:
 
 
 def end_on_signals() -> None:
-    """Let SIGINT and SIGTERM end this process alike, even as a background job, whose SIGINT the shell has disabled."""
+    """Let SIGTERM end this process as SIGINT does, also in a background job, whose SIGINT the shell has disabled."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
 
 def tell_error(command: str, error: Exception) -> None:
-    """Print why a command such as ``shoal dht`` ends, and what tells more if it could not join."""
+    """Print why a command such as ``shoal dht`` ends, and how to learn more if it could not join."""
     print(f"{command}: {harmless(str(error))}", file=sys.stderr)
     if isinstance(error, (BootstrapError, ValidationError)):
         print("More about each address: shoal doctor ADDRESS", file=sys.stderr)

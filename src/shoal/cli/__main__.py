@@ -1,4 +1,4 @@
-"""The ``shoal`` command with its subcommands; run ``python -m shoal`` if it is not on the path."""
+"""The ``shoal`` command with its subcommands; ``python -m shoal`` works, too, if it is not on the path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the command that is like a mistyped one; ``suggest_on_error`` does so only from Python 3.14 on."""
+    """Suggests the command that a mistyped one resembles; ``suggest_on_error`` does so only from Python 3.14 on."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -33,12 +33,12 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = list(action.choices)
-            hint = _did_you_mean(value, known) or f". There are: {', '.join(known)}"
+            hint = _did_you_mean(value, known) or f". Commands: {', '.join(known)}"
             self.error(f"there is no command {value!r}{hint}")
         super()._check_value(action, value)
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """End, because of words that are no arguments of this command."""
+        """End with an error about words that are not arguments of this command."""
         options = [option for action in self._actions for option in action.option_strings]
         hint = next(filter(None, (_did_you_mean(word.partition("=")[0], options) for word in words)), "")
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line whose addresses may stand before and behind its options, which argparse alone cannot."""
+    """Parse a command line with addresses both before and after its options, which argparse alone cannot do."""
     parsed, rest = parser.parse_known_args(arguments)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(parsed, "addresses")):
         refusing: _Parser = parsed.parser  # that of the command, so that its usage is shown
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None, **preset: Any) -> int:
     """Run the command.
 
     Args:
-        arguments: the words behind the name of the command; default: those of this process.
-        preset: options that the command line does not have.
+        arguments: the words after the name of the command; default: those of this process.
+        preset: options that the command line does not set.
 
     Returns:
         The exit status.
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None, **preset: Any) -> int:
         print("Stopped.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of the output, such as head, is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its end, when it writes the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains at exit, when it flushes the rest
         return 1
     except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
         tell_error(" ".join(parsed.parser.prog.split()[:2]), error)

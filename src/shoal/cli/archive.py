@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 ARCHIVE = """\
 Downloads the state of a run from time to time, as a newcomer does, and writes it to a folder or to any address that
-fsspec can open. Takes no part in the training, and nobody waits for it. If all peers of the run are lost, `shoal
-revive` brings it back. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token with the role train.
+fsspec can open. It does not train, and no peer waits for it. If all peers of the run are lost, `shoal revive` restores
+it. Ctrl-C and SIGTERM end it after a last archive. A private run needs a token with the role train.
 """
 REVIVE = """\
 Serves the newest good archive of a run to peers, which continue training from it. Start it before them, on a machine
-that they can reach. It ends by itself when one of them can give the state to the others.
+that they can reach. It ends by itself once one of them can serve the state to the others.
 """
 
 
@@ -103,12 +103,12 @@ def _archive(arguments: argparse.Namespace) -> int:
         _keep(arguments)
     except KeyboardInterrupt:
         _say("Leaving.")
-        return 130 if arguments.once else 0  # a script waits for that archive, and there is none
+        return 130 if arguments.once else 0  # with --once a script expects an archive, and there is none
     return 0
 
 
 def _keep(arguments: argparse.Namespace) -> None:
-    # Imported only here: they load torch, which takes a second and is not needed for other commands.
+    # Imported only here, because they load torch, which takes a second and which other commands do not need.
     from shoal.archive.keeping import Archiver
     from shoal.archive.store import Store
 

@@ -32,9 +32,9 @@ from shoal.net.pasted import line_to_paste, reach_of, read_addresses, short_form
 from shoal.p2p import Identity, Multiaddr
 from shoal.reach.reachability import Reachability
 
-# Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
+# Accepted so that existing scripts work. It configures a libp2p daemon, which shoal does not have.
 WITHOUT_EFFECT = ("use-ipfs",)
-# Accepted for the same reason; shoal does this in any case.
+# Accepted for the same reason; shoal always does this.
 ALWAYS_ON = ("use-auto-relay",)
 
 DEFAULT_NAME = "default"
@@ -46,8 +46,7 @@ and that they can reach. It holds nothing that the swarm could not do without: w
 address stays the same from one start to the next, so that the others find it after a reboot.
 """
 
-# Ports to try. They lie below those that systems give to outgoing connections, which another program might have after a
-# restart. Chosen.
+# Ports to try. Chosen below those that systems give to outgoing connections, which might be in use after a restart.
 FIRST_PORT, PORTS_TRIED = 31337, 100
 
 
@@ -56,7 +55,7 @@ class TakenError(P2PDaemonError):
 
 
 def state_directory() -> Path:
-    """The directory where this system wants programs to keep their state."""
+    """The directory in which programs keep their state on this system."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local", "shoal")
     if sys.platform == "darwin":
@@ -69,7 +68,7 @@ class SavedIdentity:
     """The key and port that are kept under one name.
 
     Args:
-        folder: where they are.
+        folder: contains them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +150,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: IO[str]) -> None:
-        # Windows keeps others from reading locked bytes. They need the process id, so lock a byte far behind it.
+        # Windows keeps others from reading locked bytes. They need the process id, so lock a byte far after it.
         file.seek(2**20)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         file.seek(0)
@@ -218,7 +217,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         try:
             if arguments.qr:
-                qr_code("")  # say at once if it cannot be drawn
+                qr_code("")  # fail at once if it cannot be drawn
             kept = _what_is_kept(arguments, stack)
             dht = _start(arguments, kept)
         except KeyboardInterrupt:
@@ -263,7 +262,7 @@ def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> SavedIdent
 
 
 def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
-    """Where the user wants it to listen; empty if nothing was given."""
+    """Where the user wants the peer to listen; empty if nothing was given."""
     given = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
     return [str(address) for address in read_addresses(given, "--host-maddrs")]
 
@@ -340,7 +339,7 @@ def lines_for_scripts(addresses: Sequence[Multiaddr]) -> list[str]:
 
 
 def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> list[str]:
-    """Tells a user how other peers can join. In a private run each has a token of its own, which is not shown here."""
+    """Tell a user how other peers can join. In a private run each needs a token of its own, which is not shown."""
     option, argument = (" --token TOKEN", ', token="TOKEN"') if is_private else ("", "")
     best = max(addresses, key=reach_of)
     return [
@@ -404,7 +403,7 @@ async def _size(dht: DHT, node: DHTNode) -> tuple[int, int]:
 
 
 async def _relay_use(dht: DHT, node: DHTNode, *, carried: int) -> tuple[list[str], int]:
-    """What this peer does for peers that cannot be called, and the bytes that it has carried so far."""
+    """Lines about this peer's work as a relay, and the bytes that it has carried so far."""
     p2p, now_carried = node.p2p, node.p2p.metrics.bytes_carried
     relay = p2p.relay
     if relay.serves:

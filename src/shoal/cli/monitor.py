@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows a run while it trains: its peers, how fast they are, their losses if they report them, what has failed and why.
-It joins as an observer that nobody waits for, and changes nothing.
+It joins as an observer: no peer waits for it, and it changes nothing.
 """
 EPILOG = """\
 Peers report their own figures with optimizer.report(loss=loss). Without that, only their progress is seen.
 """
-# Unassigned, and below the ports that systems choose themselves. Chosen.
+# Chosen: unassigned by IANA, and below the ports that systems choose themselves.
 WEB_PORT = 7463
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     addresses = [*arguments.addresses, *arguments.initial_peers]
     if not addresses:
         raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
-    if importlib.util.find_spec("torch") is None:  # before it joins for nothing
+    if importlib.util.find_spec("torch") is None:  # check before joining
         raise torch_is_missing()
     dht = stack.enter_context(
         DHT(
@@ -98,7 +98,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
             identity_path=arguments.identity_path,
         )
     )
-    # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
+    # Imported only here, because it loads torch, which takes longer than finding out that no peer answers.
     from shoal.monitor.observer import Monitor
 
     monitor = stack.enter_context(Monitor(dht, arguments.run_id, goal_epochs=arguments.goal_epochs))
@@ -127,10 +127,10 @@ def _show_page(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -
 
 
 def check_page() -> None:
-    """Check that the packages are there that the page needs.
+    """Check that the packages for the page are installed.
 
     Raises:
-        ModuleNotFoundError: they are not; the text says which.
+        ModuleNotFoundError: they are not; the text says which one is missing.
     """
     try:
         importlib.import_module("shoal.monitor.page")
@@ -143,7 +143,7 @@ def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: 
     """Serve the page of a run.
 
     Args:
-        is_chosen: the user wants this port and no other.
+        is_chosen: whether the user has chosen this port, so that no other one will do.
 
     Raises:
         ModuleNotFoundError: packages are missing; the text says which.

@@ -1,4 +1,4 @@
-"""The ``shoal token`` command: makes, shows and takes back what lets others into a private run."""
+"""The ``shoal token`` command: makes, shows and revokes the tokens of a private run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DESCRIPTION = """\
 A run whose peers have a token is private: nobody else can make a single call to them. Each peer gets the token as
 token=, --token or SHOAL_TOKEN, as text or as the path of a file.
 """
-# Ten years: what is to last longer is a token of the run itself. Chosen.
+# Chosen: ten years. For longer, use the token of the run itself.
 MAX_DAYS = 3650.0
 HOW_TO_USE = "Give it to each peer: shoal.DHT(..., token=TOKEN), shoal dht --token TOKEN, or SHOAL_TOKEN=TOKEN"
 CANNOT_BE_TAKEN_BACK = (
@@ -213,7 +213,7 @@ def _key_of(text: str) -> bytes:
 
 
 async def _spread(given: str | os.PathLike[str], run: Identity, keys: Sequence[bytes], via: str) -> RevocationList:
-    """Extend the newest list that is known here or at a peer of the run, and give it to that peer."""
+    """Extend the newest list known here or at a peer of the run, and give it to that peer."""
     [(place, named), *_] = parse_peer_addresses(via)
     p2p = await P2P.create(via, token=given, client_mode=True)
     try:

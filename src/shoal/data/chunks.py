@@ -1,7 +1,7 @@
-"""What is known of the chunks of a data set: which are done, and which peer passes over which of the others.
+"""What is known about the chunks of a data set: which are done, and which peers hold others.
 
-Chunks are counted in blocks of 4096, each with a key of its own in the DHT. A block's record of a peer has one bit
-for each chunk that is done by anybody, as far as the peer knows, and the chunks that the peer holds at the moment.
+Chunks are grouped into blocks of 4096, each with a key of its own in the DHT. A peer's record of a block has one bit
+for each chunk that the peer knows to be done, by any peer, and the numbers of the chunks that it holds at the moment.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from msgspec import Meta
 from shoal.base.logs import one_line
 
 CHUNKS_PER_BLOCK = 4096
-"""One bit each: so a record has half a kilobyte. Chosen."""
-_FINISHED_BYTES = 2**13
+"""Chosen: with one bit for each, a record takes half a kilobyte."""
+_FINISHED_BYTES = 2**13  # chosen
 MOST_CHUNKS = CHUNKS_PER_BLOCK * 8 * _FINISHED_BYTES
-"""Of a data set: each block has a bit in the record of the pass, which has eight kilobytes at most."""
-LONGEST_CHUNK = 2**31 - 1
+"""The most chunks of a data set: each block has one bit in the record of the pass, which has at most 8 kilobytes."""
+LONGEST_CHUNK = 2**31 - 1  # chosen: more samples than any chunk has; bounds a field of records
 MAX_HELD = 128
-"""Most chunks of one block that a peer may hold at a time: 128 numbers are a quarter of a kilobyte. Chosen."""
+"""The most chunks of one block that a peer may hold at a time. Chosen: 128 numbers take a quarter of a kilobyte."""
 LEASE_SECONDS = 30.0
-"""How long a lease lasts, and so how long the chunks of a peer that has died are missing. Chosen."""
-# A lease that claims to last longer than this is not believed: it is a lie, or its clock is far off. Chosen.
+"""How long a lease lasts, and so how long the chunks of a dead peer stay taken. Chosen."""
+# A lease that claims to last longer than this is ignored: it is a lie, or its clock is far off. Chosen.
 _LONGEST_LEASE_SECONDS = 4 * LEASE_SECONDS
 
 
 @dataclass(frozen=True)
 class PassName:
-    """Which pass a record is about. Peers with equal names share the pass."""
+    """Identifies a pass. Peers with equal names share the pass."""
 
     run_id: str
     number: int
     samples: int | None
-    """Size of the data set; ``None``: a stream, whether or not its end is known."""
+    """Size of the data set; ``None`` = a stream, whether or not its end is known."""
     chunk: int
     """Samples of a chunk."""
     order: str
-    """Tells in which order the samples are, by :func:`order_of`; empty: not shuffled."""
+    """Identifies the order of the samples, by :func:`order_of`; empty = not shuffled."""
 
     def block_key(self, block: int) -> str:
-        """Where peers tell what they have done of one block, and what they hold."""
+        """The key of one block's records."""
         size = "stream" if self.samples is None else self.samples
         return f"{pass_key(self.run_id)}.{self.number}.{size}.{self.chunk}.{self.order}.{block}"
 
 
 def pass_key(run_id: str) -> str:
-    """Where the peers of a run tell at which pass they are."""
+    """The key under which the peers of a run publish the pass that they are at."""
     return f"{run_id}_data"
 
 
@@ -58,18 +58,18 @@ _Number = Annotated[int, Meta(ge=0, lt=CHUNKS_PER_BLOCK)]
 
 
 class BlockRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer says of one block."""
+    """A peer's record of one block."""
 
     done: Annotated[bytes, Meta(max_length=CHUNKS_PER_BLOCK // 8)]
     """One bit for each chunk, the lowest bit of the first byte for the first chunk."""
     held: Annotated[list[_Number], Meta(max_length=MAX_HELD)]
-    """Numbers within the block, of the chunks that the peer holds."""
+    """The chunks that the peer holds, by their numbers within the block."""
     until: Annotated[float, Meta(ge=0, lt=1e11)]
     """DHT time at which the lease ends."""
 
 
 class PassRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer says of the passes of its run."""
+    """A peer's record of the passes of its run."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
     """The pass that it is at; all before it are over."""
@@ -78,7 +78,7 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     chunk: Annotated[int, Meta(ge=1, le=LONGEST_CHUNK)]
     """Samples of a chunk."""
     finished: Annotated[bytes, Meta(max_length=_FINISHED_BYTES)]
-    """One bit for each block of which all chunks are done."""
+    """One bit for each finished block."""
     order: Annotated[str, Meta(max_length=32)] = ""
     """As in :class:`PassName`."""
     is_stream: bool = False
@@ -93,7 +93,7 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PassState(msgspec.Struct, frozen=True):
-    """What a checkpoint has of a pass."""
+    """The state of a pass in a checkpoint."""
 
     number: Annotated[int, Meta(ge=0, lt=2**31)]
     samples: Annotated[int, Meta(ge=0, lt=2**53)] | None
@@ -107,7 +107,7 @@ class PassState(msgspec.Struct, frozen=True):
 
 
 def _check_chunks(samples: int, chunk: int) -> None:
-    """Refuse a size that no data set has: this peer makes a bit for each chunk."""
+    """Refuse a size that no data set has, because this peer keeps a bit for each chunk."""
     if -(-samples // chunk) > MOST_CHUNKS:
         raise ValueError(f"{samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks")
 
@@ -116,7 +116,7 @@ def parse_state(state: object, samples: int | None, chunk: int, order: str) -> P
     """Check a saved state.
 
     Raises:
-        ValueError: it is none, or that of another data set, or of one in another order.
+        ValueError: it is malformed, or is of another data set or of another order.
     """
     try:
         found = msgspec.convert(state, PassState, builtin_types=(bytes,))
@@ -124,7 +124,7 @@ def parse_state(state: object, samples: int | None, chunk: int, order: str) -> P
         raise ValueError(f"this is not the state_dict() of a SharedPass: {one_line(str(e))}") from None
     if found.chunk != chunk or (samples is not None and found.samples not in {samples, None}):
         raise ValueError(
-            f"this state is of {found.samples} samples in chunks of {found.chunk}, and the data set has "
+            f"this state is of {found.samples} samples in chunks of {found.chunk}, but the data set has "
             f"{samples} in chunks of {chunk}: load it with the same data set and the same `chunk`"
         )
     if found.order != order:
@@ -136,7 +136,7 @@ def parse_state(state: object, samples: int | None, chunk: int, order: str) -> P
 
 
 def order_of(run_id: str, seed: object) -> str:
-    """A short text that is the same where samples are in the same order."""
+    """A short text that is equal for equal orders of samples."""
     return hashlib.blake2b(f"{run_id}/{seed}".encode(), digest_size=8).hexdigest()
 
 
@@ -162,8 +162,8 @@ def join_blocks(finished: int, others: Mapping[int, int]) -> int:
     """The chunks that are done, as bits of their numbers within the data set.
 
     Args:
-        finished: the blocks of which all chunks are done, as bits. The last one counts as a whole one.
-        others: by the number of the block, what is done of others, as bits.
+        finished: the finished blocks, as bits. The last one counts as a whole block.
+        others: the chunks that are done in other blocks, as bits, by the number of the block.
     """
     whole = b"\xff" * (CHUNKS_PER_BLOCK // 8)
     count = max([finished.bit_length(), *(number + 1 for number in others)])
@@ -174,16 +174,16 @@ def join_blocks(finished: int, others: Mapping[int, int]) -> int:
 
 
 def rank(owner: bytes, chunk: int) -> bytes:
-    """Of several peers that claim a chunk, the one with the smallest rank keeps it. No peer can choose its ranks."""
+    """If several peers claim a chunk, the one with the smallest rank keeps it. No peer can choose its ranks."""
     return hashlib.blake2b(chunk.to_bytes(8, "little") + owner, digest_size=16).digest()
 
 
 class Block:
-    """What this peer knows of one block.
+    """What this peer knows about one block.
 
     Args:
-        size: number of its chunks.
-        owner: this peer's tag; its own records are not news.
+        size: the number of its chunks.
+        owner: this peer's tag; its own records are ignored.
     """
 
     def __init__(self, size: int, owner: bytes) -> None:
@@ -203,7 +203,7 @@ class Block:
         return self.done == self.all
 
     def learn(self, owner: bytes, record: BlockRecord) -> None:
-        """Add what a peer says. What is done stays done."""
+        """Add a peer's record. Chunks that are done stay done."""
         self.done |= unpack_bits(record.done) & self.all
         if owner != self._owner:
             self._held[owner] = frozenset(record.held), record.until
@@ -214,12 +214,12 @@ class Block:
         return [owner for owner, (held, until) in self._held.items() if held and now < until <= latest]
 
     def free(self, mine: Collection[int], now: float) -> list[int]:
-        """Chunks that are neither done nor held by anybody."""
+        """Chunks that are neither done nor held by any peer."""
         taken = {chunk for owner in self.holders(now) for chunk in self._held[owner][0]}
         return [chunk for chunk in numbers_in(self.all & ~self.done) if chunk not in taken and chunk not in mine]
 
     def is_lost(self, chunk: int, number: int, now: float) -> bool:
-        """Whether a chunk that this peer holds is done, or kept by another peer that claims it too.
+        """Whether a chunk that this peer holds is done, or goes to another peer that claims it too.
 
         Args:
             chunk: its number within the block.
@@ -232,10 +232,10 @@ class Block:
 
 
 class DataChunks:
-    """What this peer knows of all chunks of a pass. A finished block shrinks to one bit.
+    """What this peer knows about all chunks of a pass. A finished block shrinks to one bit.
 
     Args:
-        samples: size of the data set; ``None``: a stream, whose end is not known yet.
+        samples: size of the data set; ``None`` = a stream whose end is not known yet.
         chunk: samples of a chunk.
         owner: this peer's tag.
     """
@@ -243,18 +243,18 @@ class DataChunks:
     def __init__(self, samples: int | None, chunk: int, owner: bytes) -> None:
         self.samples = samples
         self.finished = 0
-        """The blocks of which all chunks are done, as bits."""
+        """The finished blocks, as bits."""
         self.blocks: dict[int, Block] = {}
-        """Those of which something is known, and that are not finished."""
+        """Unfinished blocks about which something is known, by number."""
         self._chunk, self._owner = chunk, owner
 
     @property
     def count(self) -> int:
-        """How many there are, as far as it is known."""
+        """The number of chunks, as far as known."""
         return 2**53 if self.samples is None else -(-self.samples // self._chunk)
 
     def block(self, number: int) -> Block:
-        """What is known of a block."""
+        """What is known about a block."""
         block = self.blocks.get(number)
         if block is None:
             block = self.blocks[number] = Block(self._size_of(number), self._owner)
@@ -272,7 +272,7 @@ class DataChunks:
         return bits if self.samples is None else bits & ((1 << self.count) - 1)
 
     def add_done(self, bits: int) -> set[int]:
-        """Note chunks that are done; returns the blocks in which that is news."""
+        """Note chunks that are done; returns the blocks in which some of them are new."""
         news = set[int]()
         for number in range(-(-bits.bit_length() // CHUNKS_PER_BLOCK)):
             block = self.block(number)
@@ -283,7 +283,7 @@ class DataChunks:
         return news
 
     def end_at(self, samples: int) -> None:
-        """A stream has ended: what lies behind its end is no chunk."""
+        """A stream has ended: there are no chunks after its end."""
         self.samples = samples
         for number, block in self.blocks.items():
             block.size = self._size_of(number)
@@ -295,10 +295,10 @@ class DataChunks:
         return self.finished >> number & 1 == 1 or self.block(number).is_lost(index, chunk, now)
 
     def unfinished(self, position: int) -> list[int]:
-        """The blocks in which something is left. Of a stream without a known end, the first new one is among them.
+        """The unfinished blocks. For a stream without a known end, the first new block is among them.
 
         Args:
-            position: of a stream: where this peer is.
+            position: for a stream, where this peer is.
         """
         if self.samples is not None:
             blocks = -(-self.count // CHUNKS_PER_BLOCK)
@@ -307,7 +307,7 @@ class DataChunks:
         return [number for number in range(blocks) if not self.finished >> number & 1]
 
     def retire(self, unpublished: Collection[int]) -> list[int]:
-        """Shrink the blocks to one bit each that others know to be finished; returns their numbers."""
+        """Shrink blocks that others know to be finished to one bit each; returns their numbers."""
         finished = [
             number
             for number, block in self.blocks.items()

@@ -1,4 +1,4 @@
-"""What is done of a shared pass: read from the DHT for archives, and written there again when a run is revived."""
+"""The state of a shared pass: read from the DHT for archives, and written back when a run is revived."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from shoal.dht.crypto import tag_of
 
 logger = logging.getLogger(__name__)
 
-# Blocks that are read at most: all peers work in the first that has free chunks, so the ones behind it have no records.
+# The most blocks to read. Chosen: all peers work in the first block with free chunks, so later ones have no records.
 _MOST_READ = 64
 _ALL_OF_A_BLOCK = (1 << CHUNKS_PER_BLOCK) - 1
 
 
 async def read_pass(node: DHTNode, run_id: str) -> dict[str, Any] | None:
-    """What all peers of a run have done of their data, as :meth:`SharedPass.state_dict` gives it.
+    """The state of a run's shared pass, as :meth:`SharedPass.state_dict` returns it.
 
     Returns:
-        ``None`` if the run has no shared pass. Of several data sets, it is that which most peers have.
+        ``None`` if the run has no shared pass. If there are several data sets, the state of the one that most peers
+        have.
     """
     warn = Seldom(logger.warning)
     told = [record for _, record in await records_under(node, pass_key(run_id), PassRecord, warn)]
@@ -66,7 +67,7 @@ async def read_pass(node: DHTNode, run_id: str) -> dict[str, Any] | None:
 
 
 async def tell_pass(node: DHTNode, run_id: str, state: PassState) -> None:
-    """Tell all peers what is done, for as long as records last. Only a record of this peer is written."""
+    """Tell all peers what is done, for as long as records last. It writes only a record of this peer."""
     done, finished, tag = unpack_bits(state.done), 0, tag_of(node.peer_id)
     name = PassName(run_id, state.number, state.samples, state.chunk, state.order)
     expiration = get_dht_time() + RECORD_SECONDS

@@ -1,12 +1,12 @@
 """Leases of chunks through the DHT: the part of a shared pass that runs in the background loop.
 
-A peer claims chunks by writing their numbers into its own record, and reads the record of the block once more. Of
-several peers that claim the same chunk, the one with the lowest rank keeps it. Leases are renewed at half of their
-life, so the chunks of a peer that is gone are free after :data:`LEASE_SECONDS`. What is done is a set that only grows:
-every peer publishes the union of what it knows, so nothing is lost when peers leave.
+A peer claims chunks by writing their numbers into its own record, and then reads the block's records once more. If
+several peers claim the same chunk, the one with the lowest rank keeps it. Leases are renewed at half of their lifetime,
+so the chunks of a peer that is gone are free after :data:`LEASE_SECONDS`. The set of done chunks only grows: every peer
+publishes the union of what it knows, so nothing is lost when peers leave.
 
-All peers work in the first block that has free chunks. Blocks that are finished have one bit each in the record of the
-whole pass, which tells newcomers where the others are.
+All peers work in the first block that has free chunks. Each finished block has one bit in the record of the whole pass,
+which tells newcomers where the others are.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ from shoal.errors import ShoalError
 logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)
 
-# All of these are chosen; tests in virtual time hold what follows from them.
+# All of these are chosen; tests in virtual time check the consequences.
 # The chunks of a training loop that has not asked for a batch for this long are given to others: it may hang, or its
-# program may have left it without saying so.
+# program may have left it without notice.
 PATIENCE_SECONDS = 600.0
-# Records outlive leases, so that what a peer had done is known when it is gone.
+# Records outlive leases, so that the work of a peer is known after it is gone.
 RECORD_SECONDS = 3600.0
-# Least time between two records of one block. Others repeat what a peer had done and not published when it was killed.
+# Least time between two records of one block. If a peer is killed, others repeat what it had done but not published.
 PUBLISH_SECONDS = 0.5
-# Between claiming and reading once more: another peer may have read before this one's claim, and claim after it.
+# Time between claiming and reading again: another peer may have read before this one's claim, and claim after it.
 SETTLE_SECONDS = 0.3
-# Work that a peer holds ahead, in seconds at its own pace.
+# Work that a peer holds in advance, in seconds at its own pace.
 AHEAD_SECONDS = 5.0
 # How often an idle peer looks for free chunks, and how often every peer looks at which pass the others are.
 POLL_SECONDS, LOOK_SECONDS = 2.0, 30.0
 
 WAITING: Final = -1
-"""What :meth:`Leases.next` returns instead of a chunk if others hold all that are left."""
+"""Returned by :meth:`Leases.next` instead of a chunk if others hold all that are left."""
 
 
 class _Loop:
-    """The training loop as the background sees it: its chunks, its pace, and whether it makes progress."""
+    """The training loop as seen from the background: its chunks, its pace, and whether it makes progress."""
 
     def __init__(self, now: float) -> None:
         self.ready: deque[int] = deque()
-        """DataChunks that are held and not begun."""
+        """Chunks that are held but not begun."""
         self.claimed: list[int] = []
-        """Not held yet: others may claim them too."""
+        """Chunks that are claimed but not held yet: others may claim them, too."""
         self.begun: set[int] = set()
         self.signs = 0
-        """Signs of life, counted up with each batch."""
+        """The number of signs of life; each batch is one."""
         self.is_asking = False
-        """It waits for a chunk."""
+        """Whether it waits for a chunk."""
         self.is_abandoned = False
-        """It seems to be gone, so what it has begun is given to others."""
+        """Whether it seems to be gone, so that its chunks are given to others."""
         self.pace = 0.0
-        """DataChunks per second, smoothed."""
+        """Chunks per second, smoothed."""
         self._last_done = math.nan
         self._seen = 0, now
 
     @property
     def held(self) -> set[int]:
-        """The chunks that others are not to take."""
+        """The chunks that others must not take."""
         return {*self.claimed, *self.ready, *(() if self.is_abandoned else self.begun)}
 
     @property
@@ -92,7 +92,7 @@ class _Loop:
         return {chunk // CHUNKS_PER_BLOCK for chunk in self.held}
 
     def finish(self, chunks: list[int], now: float) -> None:
-        """It has passed over these chunks."""
+        """The loop has finished these chunks."""
         if not math.isnan(self._last_done):
             momentary = len(chunks) / max(now - self._last_done, 1e-3)
             self.pace = momentary if not self.pace else 0.8 * self.pace + 0.2 * momentary
@@ -105,7 +105,7 @@ class _Loop:
         self.begun.clear()
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Release all chunks."""
         self.claimed.clear()
         self.ready.clear()
         self.begun.clear()
@@ -116,7 +116,7 @@ class _Loop:
         self.ready = deque(chunk for chunk in self.ready if chunk < end)
 
     def look(self, now: float) -> set[int]:
-        """Whether it makes progress; if not for too long, lets go of its chunks once, and returns their blocks."""
+        """Check for progress; after too long without any, release its chunks once, and return their blocks."""
         signs, since = self._seen
         if self.signs != signs or self.is_asking:
             self._seen, self.is_abandoned = (self.signs, now), False
@@ -129,7 +129,7 @@ class _Loop:
 
 
 class _Records:
-    """What this peer and others have written about a pass into the DHT.
+    """The records of a pass in the DHT, of this peer and of others.
 
     Args:
         node: this peer's node.
@@ -141,9 +141,9 @@ class _Records:
         self.node, self._name = node, name
         self.warn_seldom = Seldom(logger.warning)
         self.unpublished: set[int] = set()
-        """Blocks of which others do not know everything yet."""
+        """Blocks with news that others do not know yet."""
         self.written: dict[int, float] = {}
-        """When each block was written last."""
+        """When each block was last written."""
         self._expiration = 0.0  # of the last record
         self._told: tuple[PassRecord, float] | None = None
 
@@ -153,16 +153,16 @@ class _Records:
         return not self._expiration
 
     async def of_block(self, number: int) -> list[tuple[bytes, BlockRecord]]:
-        """What peers say of a block."""
+        """The records of a block."""
         return await records_under(self.node, self._name.block_key(number), BlockRecord, self.warn_seldom)
 
     async def of_pass(self) -> list[tuple[bytes, PassRecord]]:
-        """What other peers say of the pass they are at."""
+        """Other peers' records of the pass that they are at."""
         found = await records_under(self.node, pass_key(self._name.run_id), PassRecord, self.warn_seldom)
         return [(owner, record) for owner, record in found if owner != self.tag]
 
     def is_due(self, number: int, now: float, *, is_held: bool, has_done: bool) -> bool:
-        """Whether a block is to be written: to renew leases, to tell news, or to keep the record alive."""
+        """Whether a block must be written: to renew leases, to publish news, or to keep the record alive."""
         age = now - self.written.get(number, -math.inf)
         return (
             (is_held and age >= LEASE_SECONDS / 2)
@@ -171,7 +171,7 @@ class _Records:
         )
 
     async def write_block(self, number: int, done: int, held: set[int]) -> bool:
-        """Write what is done of a block, and the chunks that this peer holds; returns whether the DHT took it."""
+        """Write the record of a block: what is done, and what this peer holds. Returns whether the DHT stored it."""
         indices = sorted(chunk % CHUNKS_PER_BLOCK for chunk in held if chunk // CHUNKS_PER_BLOCK == number)
         record = BlockRecord(pack_bits(done), indices, get_dht_time() + LEASE_SECONDS)
         self.unpublished.discard(number)
@@ -187,7 +187,7 @@ class _Records:
         return is_stored
 
     async def write_pass(self, record: PassRecord) -> None:
-        """Write at which pass this peer is, unless that is known."""
+        """Write the pass that this peer is at, unless that is already known."""
         now = asyncio.get_running_loop().time()
         if self._told is None or record != self._told[0] or now > self._told[1] + RECORD_SECONDS / 2:
             self._told = record, now
@@ -195,34 +195,34 @@ class _Records:
                 self._told = None
 
     async def _store(self, key: str, record: BlockRecord | PassRecord) -> bool:
-        # Of two records with the same expiration, the DHT keeps the first.
+        # If two records have the same expiration, the DHT keeps the first.
         self._expiration = max(get_dht_time() + RECORD_SECONDS, math.nextafter(self._expiration, math.inf))
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
         return await self.node.store(key, value, self._expiration, subkey=self.tag)
 
     def forget(self, number: int) -> None:
-        """A block is finished and needs no record of its own any more."""
+        """Forget a finished block, which no longer needs a record of its own."""
         self.unpublished.discard(number)
         self.written.pop(number, None)
 
 
 class Leases:
-    """The chunks of one pass that this peer holds, and what all peers have done.
+    """The chunks of one pass that this peer holds, and those that all peers have done.
 
     Args:
-        node: its node of the DHT.
+        node: this peer's DHT node.
         name: of the pass.
-        rng: decides which chunks it claims.
+        rng: decides which chunks this peer claims.
     """
 
     def __init__(self, node: DHTNode, name: PassName, rng: random.Random) -> None:
         self.name = name
         self.position = 0
-        """Of a stream: chunks before this one can only be had by starting it again."""
+        """For a stream: chunks before this one can only be reached by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
         self.found_at = name.number
-        """At which pass the others were when this peer came."""
+        """The pass that the others were at when this peer joined."""
         self._rng, self._records = rng, _Records(node, name)
         self._chunks = DataChunks(name.samples, name.chunk, self._records.tag)
         self._loop = _Loop(asyncio.get_running_loop().time())
@@ -231,13 +231,13 @@ class Leases:
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
         self.keeping = asyncio.ensure_future(self._keep())
-        """Renews leases and takes others; cancelled, nothing is let go."""
+        """Renews leases and takes new ones; cancelling it releases nothing."""
 
     # --- for the training loop ----------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> int | None:
-        """Size of the data set; ``None``: a stream, whose end is not known yet."""
+        """Size of the data set; ``None`` = a stream whose end is not known yet."""
         return self._chunks.samples
 
     def note_life(self) -> None:
@@ -245,7 +245,7 @@ class Leases:
         self._loop.signs += 1
 
     async def next(self, wait: bool) -> int | None:
-        """The next chunk to pass over, ``None`` when all are done.
+        """The next chunk to work on; ``None`` when all are done.
 
         Args:
             wait: wait while others hold all that are left; otherwise return :data:`WAITING`.
@@ -276,7 +276,7 @@ class Leases:
                 self.note_life()
 
     def finish(self, *chunks: int) -> None:
-        """These chunks are done. Give those that end with one batch together: it is one message."""
+        """Note that these chunks are done. Pass all that end with one batch together, which makes one message."""
         self.note_life()
         done = [chunk for chunk in chunks if chunk < self._chunks.count]  # a stream may have ended before
         if not done:
@@ -296,7 +296,7 @@ class Leases:
         """The stream has ended after this many samples."""
         if self.samples is not None and samples != self.samples:
             self._records.warn_seldom(
-                "the stream of this peer ended after %d samples, and others say %d: the rest counts as done. Streams "
+                "the stream of this peer ended after %d samples, but others say %d: the rest counts as done. Streams "
                 "must have the same samples at each peer.", samples, self.samples,
             )  # fmt: skip
         if self.samples is not None:
@@ -317,11 +317,11 @@ class Leases:
         self._wake.set()
 
     async def close(self) -> None:
-        """Let go of everything: others take it at once."""
+        """Release all chunks, so that others can take them at once."""
         await cancel_and_wait(self.keeping)
         self._loop.drop()
         if self._records.node.is_alive and self.is_over:
-            await self._look_at_pass()  # tells that it is
+            await self._look_at_pass()  # publishes that the pass is over
         if self._records.node.is_alive:
             blocks = [number for number in self._chunks.blocks if number in self._records.written]
             await asyncio.gather(*map(self._write, blocks))
@@ -336,18 +336,18 @@ class Leases:
                 except ShoalError as e:
                     if not self._records.node.is_alive:
                         raise
-                    # For example, a cable is unplugged: keep what is held, and continue when the DHT is back.
+                    # A cable may be unplugged: keep the held chunks, and continue when the DHT is back.
                     self._loop.claimed, pause = [], POLL_SECONDS
                     self._records.warn_seldom("the DHT cannot be used, so no more data are leased for now: %s", e)
                 await wait_at_most(self._wake, pause)
                 self._wake.clear()
-        except Exception as e:  # it reaches the training loop, which waits for chunks
+        except Exception as e:  # raised in the training loop, which waits for chunks
             self._failure = e
         finally:
             self._news.set()
 
     async def _turn(self) -> float:
-        """Do what is due; returns the seconds until something else may be."""
+        """Do what is due; returns the seconds until the next step."""
         now, records, loop = asyncio.get_running_loop().time, self._records, self._loop
         if now() >= self._next_look:
             await self._look_at_pass()
@@ -383,12 +383,12 @@ class Leases:
     async def _take(self, wanted: int) -> bool:
         """Claim up to this many chunks of the first block that has free ones; returns whether it got some."""
         unfinished, read = self._chunks.unfinished(self.position), set[int]()
-        # A stream is read ahead first, and starts again when nothing is left ahead.
+        # For a stream, take chunks ahead of the position first, and start again only when none is left there.
         for first in dict.fromkeys((self.position if self._is_stream else 0, 0)):
             for number in unfinished:
                 if (number + 1) * CHUNKS_PER_BLOCK <= first:
                     continue
-                if number not in read:  # usually the first one has free chunks, and no other is read
+                if number not in read:  # usually the first block has free chunks, and no other one is read
                     await self._read(number)
                     read.add(number)
                 claimed = self._choose(number, first, wanted, get_dht_time())
@@ -408,12 +408,12 @@ class Leases:
         return False
 
     def _choose(self, number: int, first: int, wanted: int, now: float) -> list[int]:
-        """Some free chunks of a block, at random: two peers that choose at once rarely choose the same."""
+        """Some free chunks of a block, at random, so that two peers that choose at once rarely choose the same."""
         block, start = self._chunks.block(number), number * CHUNKS_PER_BLOCK
         mine = {chunk - start for chunk in self._loop.held}
         free = [start + index for index in block.free(mine, now) if start + index >= first]
         others = len(block.holders(now))
-        # The last chunks are shared by all peers that are there, so that nobody waits for one peer in the end.
+        # The last chunks are divided among all present peers, so that they do not all wait for one straggler.
         fair = max(1, len(free) // (2 * (others + 1)))
         count = min(wanted, fair, MAX_HELD - sum(0 <= index < CHUNKS_PER_BLOCK for index in mine), len(free))
         if self._is_stream:
@@ -425,7 +425,7 @@ class Leases:
         return self.name.samples is None
 
     def _retire(self) -> None:
-        """Finished blocks need no records of their own any more; see whether they are all."""
+        """Drop the records of finished blocks, and check whether all blocks are finished."""
         for number in self._chunks.retire(self._records.unpublished):
             self._records.forget(number)
             self._next_look = 0.0
@@ -446,7 +446,7 @@ class Leases:
         return await self._records.write_block(number, self._chunks.block(number).done, self._loop.held)
 
     async def _look_at_pass(self) -> None:
-        """Learn at which pass the others are and which blocks are finished, and tell them."""
+        """Exchange with others which pass each is at, and which blocks are finished."""
         self._next_look = asyncio.get_running_loop().time() + LOOK_SECONDS * self._rng.uniform(0.7, 1.0)
         name, warn_seldom = self.name, self._records.warn_seldom
         for owner, record in await self._records.of_pass():
@@ -469,7 +469,7 @@ class Leases:
                 self._chunks.finished |= unpack_bits(record.finished)
                 if self._is_stream and self.samples is None and record.samples >= 0:
                     self.end_at(record.samples)
-        for number in self._chunks.retire(self._chunks.blocks):  # only what others have told
+        for number in self._chunks.retire(self._chunks.blocks):  # only blocks that others say are finished
             self._records.forget(number)
         samples = -1 if self.samples is None else self.samples
         packed = pack_bits(0 if self.is_over else self._chunks.finished)
@@ -480,7 +480,7 @@ class Leases:
 async def records_under(
     node: DHTNode, key: str, kind: type[RecordT], warn_seldom: Seldom
 ) -> list[tuple[bytes, RecordT]]:
-    """The records of one kind under a key that are well-formed, each with the tag of its owner."""
+    """The well-formed records of one kind under a key, each with the tag of its owner."""
     found = await node.get(key, latest=True, keep_copies=False)
     if found is None or not isinstance(found.value, dict):
         return []

@@ -23,16 +23,16 @@ from shoal.dht.dht import check_dht
 
 logger = logging.getLogger(__name__)
 
-# Most seconds that shutdown() takes to tell others that they can have this peer's chunks.
+# The most seconds that shutdown() takes to tell others that this peer's chunks are free. Chosen.
 SHUTDOWN_SECONDS = 5.0
 
 
 class SharedPass(Facade, Sampler[list[int]]):
     """Batches of a data set over which all peers of a run pass once, together.
 
-    The data set is cut into chunks, and each peer leases the ones that it passes over next through the DHT.
-    Peers may come and go: the chunks of a peer that is gone are free again after half a minute. Each chunk is passed
-    over at least once, and rarely twice. It is a batch sampler for map-style data sets::
+    The data set is cut into chunks, and each peer leases its next chunks through the DHT. Peers may come and go: the
+    chunks of a peer that is gone are free again after half a minute. Each chunk is used at least once, and rarely
+    twice. It is a batch sampler for map-style data sets::
 
         with shoal.data.SharedPass(dataset, dht, "my_run", batch_size=32) as shared:
             for epoch in range(10):
@@ -45,8 +45,8 @@ class SharedPass(Facade, Sampler[list[int]]):
     partitioned, both sides may repeat each other's work. A peer that waits for the last chunks of others still takes
     part in the steps of its optimizers.
 
-    A chunk is done when the loop asks for the batch after its last one. If a loop ends early, the chunks that it has
-    begun come again in the next iteration.
+    A chunk is done when the loop asks for the batch after its last one. If a loop ends early, its unfinished chunks are
+    repeated in the next iteration.
 
     Any peer that can write to the DHT can claim that a chunk is done. A run with a token is closed to strangers.
 
@@ -56,19 +56,19 @@ class SharedPass(Facade, Sampler[list[int]]):
             its own chunks.
         dht: this peer's DHT.
         run_id: peers with the same name share the passes.
-        batch_size: samples of a batch; this peer's own choice.
-        chunk: samples of a chunk, the same at each peer. A good one takes a second or more.
-        shuffle: pass over a map-style data set in a random order, another one in each pass.
-        seed: decides this order, the same at each peer.
-        drawn_ahead: batches that are drawn before the loop asks for them, if another loader than :meth:`loader` is
-            used: ``num_workers * prefetch_factor`` for a ``DataLoader``; one more in a Lightning ``Trainer``, and in
-            one of Hugging Face as many more as ``gradient_accumulation_steps``.
-            Without it, a peer that dies loses them for this pass. If the loader has drawn everything, all of it is done
-            when the next iteration begins.
+        batch_size: samples of a batch; each peer may choose its own.
+        chunk: samples of a chunk, the same at each peer. Choose a chunk that takes at least a second.
+        shuffle: pass over a map-style data set in a random order, a new one in each pass.
+        seed: decides this order; the same at each peer.
+        drawn_ahead: batches that are drawn before the loop asks for them, if you use another loader than
+            :meth:`loader`: ``num_workers * prefetch_factor`` for a ``DataLoader``; plus one in a Lightning ``Trainer``,
+            or plus ``gradient_accumulation_steps`` in a Hugging Face ``Trainer``. Without it, the batches that a dying
+            peer has drawn are lost for this pass. If the loader has drawn everything, all of it counts as done when the
+            next iteration begins.
 
     Raises:
         TypeError: ``dataset`` has neither a length nor an iterator, or ``dht`` is not a DHT.
-        ValueError: a size is not positive, or there is another one for this run on this DHT.
+        ValueError: a size is not positive, or there is another SharedPass for this run on this DHT.
     """
 
     instead_of_a_copy = "save its state_dict()"
@@ -99,13 +99,13 @@ class SharedPass(Facade, Sampler[list[int]]):
             raise ValueError(f"chunk must be at most {LONGEST_CHUNK}, got {chunk}")
         if self.samples is not None and -(-self.samples // chunk) > MOST_CHUNKS:
             raise ValueError(
-                f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: take larger ones"
+                f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: use larger ones"
             )
         # Many attributes, because the user can read back all options.
         self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
         self.shuffle, self.seed, self.drawn_ahead = shuffle and not is_stream, seed, drawn_ahead
         self.number = 0
-        """The pass that comes next, or is under way."""
+        """The number of the next pass, or of the one that is under way."""
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self._last: _Batches | None = None
@@ -131,8 +131,8 @@ class SharedPass(Facade, Sampler[list[int]]):
             raise TypeError("a stream has no indices: iterate over loader() instead")
         last, self._last = self._last, _Batches(self, self.drawn_ahead)
         if last is not None and last.confirm_all_if_ended():
-            # Only when no peer has anything left is it known that the pass has ended. Otherwise the loop would get an
-            # iteration without batches. A chunk that others leave is not lost: it counts as begun, and comes again.
+            # Wait until no peer has anything left, because otherwise the loop might get an iteration without batches.
+            # A chunk that others release is not lost: it counts as begun, and is repeated.
             self.next_chunk(wait=True)
         return iter(self._last)
 
@@ -141,7 +141,7 @@ class SharedPass(Facade, Sampler[list[int]]):
 
         Args:
             options: those of a ``torch.utils.data.DataLoader``, such as ``num_workers``. A stream is read in this
-                process, and has only ``collate_fn``.
+                process, and takes only ``collate_fn``.
 
         Raises:
             TypeError: an option that decides what is in a batch, or one that a stream cannot have.
@@ -153,12 +153,12 @@ class SharedPass(Facade, Sampler[list[int]]):
         if self.is_stream:
             if options.keys() - {"collate_fn"}:
                 raise TypeError(
-                    f"a stream is read in this process, so it cannot have {', '.join(sorted(options))}: let it do its "
-                    "work before, or use a map-style data set"
+                    f"a stream is read in this process, so it cannot have {', '.join(sorted(options))}: preprocess it, "
+                    "or use a map-style data set"
                 )
             return _StreamLoader(self, options.get("collate_fn") or default_collate)
         if not options.get("in_order", True):
-            raise ValueError("in_order=False: which batch the loop has had would not be known. Leave it out")
+            raise ValueError("in_order=False: the batches that the loop has had would not be known. Leave it out")
         return _Loader(self, options)
 
     @property
@@ -172,7 +172,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._leases.done.bit_count() / max(1, -(-self._leases.samples // self.chunk))
 
     def leases(self) -> Leases:
-        """What is leased of the pass that is under way; begins it if there is none.
+        """The leases of the pass that is under way; begins a pass if there is none.
 
         Raises:
             ValueError: the data set has changed its size.
@@ -192,7 +192,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         self.go_on()
 
     def go_on(self) -> None:
-        """What was begun and is not done comes again."""
+        """Repeat the chunks that were begun but are not done."""
         self._in_loop(self.leases().begin_again)
 
     def finish_if_over(self) -> bool:
@@ -212,12 +212,12 @@ class SharedPass(Facade, Sampler[list[int]]):
         return True
 
     def next_chunk(self, wait: bool) -> int | None:
-        """As :meth:`Leases.next`. A thread that waits here for other peers still takes part in their rounds."""
+        """Like :meth:`Leases.next`. A thread that waits here for other peers still takes part in their rounds."""
         chunk = self._portal.submit(self.leases().next(wait))
         return standby.wait_between_batches(chunk, chunk.cancel)
 
     def mark(self, chunks: Iterable[int]) -> None:
-        """These chunks are done. Without any, it only says that the loop makes progress."""
+        """Note that these chunks are done. Without any, only note that the loop makes progress."""
         leases = self.leases()
         leases.note_life()
         if done := list(chunks):
@@ -236,7 +236,7 @@ class SharedPass(Facade, Sampler[list[int]]):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which chunks are done, for a checkpoint: a run that has lost all its peers continues from it."""
+        """The chunks that are done, for a checkpoint from which a run that has lost all its peers can continue."""
         done = self._loaded if self._leases is None else self._leases.done
         return {
             "number": self.number,
@@ -247,17 +247,17 @@ class SharedPass(Facade, Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; what others have done since is added to it.
+        """Continue from a saved state, plus what others have done since.
 
         Raises:
-            ValueError: it is no such state, that of another data set, of other chunks or of another order, or that of a
-                later pass while one is under way.
+            ValueError: the state is malformed; or it is of another data set, chunk size or order, or of a later pass
+                while one is under way.
         """
         found = parse_state(state, self.samples, self.chunk, self._order)
         if found.number > self.number:
             if self._leases is not None:
                 raise ValueError(
-                    f"this peer is in the middle of pass {self.number}, and the state is of pass {found.number}: load "
+                    f"this peer is in the middle of pass {self.number}, but the state is of pass {found.number}: load "
                     "it before the first iteration"
                 )
             self.number, self._loaded = found.number, 0
@@ -284,11 +284,11 @@ class SharedPass(Facade, Sampler[list[int]]):
         return not self._portal.closed
 
     def shutdown(self) -> None:
-        """Release all chunks, so that others get them at once. Idempotent."""
+        """Release all chunks, so that others can take them at once. Idempotent."""
         self._portal.close(SHUTDOWN_SECONDS)
 
     def __del__(self) -> None:
-        if hasattr(self, "_portal") and not self._portal.closed:  # it was refused before it had one
+        if hasattr(self, "_portal") and not self._portal.closed:  # there is none if the constructor failed early
             self._portal.begin_close()
 
 
@@ -296,16 +296,16 @@ class _Batches(Sampler[list[int]]):
     """Batches of indices of a map-style data set; each iteration continues where the pass is.
 
     Args:
-        drawn_ahead: batches that are drawn before the loop asks for them; infinite: the loop itself reports what it has
-            done.
+        drawn_ahead: batches that are drawn before the loop asks for them; infinite = the loop itself reports what it
+            has done.
     """
 
     def __init__(self, shared: SharedPass, drawn_ahead: float) -> None:
         self._shared, self._drawn_ahead = shared, drawn_ahead
         self._samples: deque[int] = deque()
-        # For each chunk in there: its number, and how many samples have been given when it ends.
+        # For each unfinished chunk: its number, and the count of given samples at its end.
         self._chunks: deque[tuple[int, int]] = deque()
-        self._open: deque[list[int]] = deque()  # for each batch that is not done, the chunks that end in it
+        self._open: deque[list[int]] = deque()  # for each unfinished batch, the chunks that end in it
         self._given = self._calls = self._confirmed = 0
         self._has_ended = False
         self._place: Callable[[int], int] = int
@@ -326,7 +326,7 @@ class _Batches(Sampler[list[int]]):
         return self
 
     def __next__(self) -> list[int]:
-        # A loader with workers calls for each batch that the loop gets, also when it has drawn the last one.
+        # A loader with workers calls this for each batch that the loop gets, even after it has drawn the last one.
         while self._open and self._confirmed < self._calls - self._drawn_ahead:
             self.confirm_first()
         self._calls += 1
@@ -346,7 +346,7 @@ class _Batches(Sampler[list[int]]):
 
     def _add_chunk(self) -> bool:
         shared = self._shared
-        # Others may wait for what this peer has begun; it must not wait for them before that is done.
+        # Others may wait for chunks that this peer has begun, so it must finish those before it waits for others.
         chunk = shared.next_chunk(wait=not self._samples and not self._open)
         if chunk is None or chunk == WAITING:
             return False
@@ -356,12 +356,12 @@ class _Batches(Sampler[list[int]]):
         return True
 
     def confirm_first(self) -> None:
-        """The loop has done the first of the batches that were not."""
+        """The loop has done the first unfinished batch."""
         self._shared.mark(self._open.popleft())
         self._confirmed += 1
 
     def confirm_all_if_ended(self) -> bool:
-        """The loop starts again: if nothing more was to be had, everything drawn is done. Returns whether it is."""
+        """The loop starts again: if no chunk was left, everything drawn is done. Returns whether it is."""
         while self._has_ended and self._open:
             self.confirm_first()
         return self._has_ended
@@ -378,7 +378,7 @@ class _Loader(Iterable[Any]):
     def __iter__(self) -> Iterator[Any]:
         self._shared.begin()
         is_over = False
-        while not is_over:  # a loader with workers ends when it would have to wait for others
+        while not is_over:  # a loader with workers ends instead of waiting for others
             for batch in self._loader:
                 yield batch
                 self._batches.confirm_first()
@@ -386,7 +386,7 @@ class _Loader(Iterable[Any]):
 
 
 class _StreamLoader(Iterable[Any]):
-    """Batches of a stream: it is read from its beginning, and the chunks of others are left out."""
+    """Batches of a stream: it is read from its beginning, and the chunks of others are skipped."""
 
     def __init__(self, shared: SharedPass, collate: Any) -> None:
         self._shared, self._collate = shared, collate
@@ -404,7 +404,7 @@ class _StreamLoader(Iterable[Any]):
                     yield self._collate(batch)
                     shared.mark(ended)
                     batch, ended = [], []
-            if chunk == WAITING:  # others may wait for what is in this batch
+            if chunk == WAITING:  # others may wait for samples of this batch
                 yield self._collate(batch)
                 batch = []
             else:
@@ -418,7 +418,7 @@ class _StreamLoader(Iterable[Any]):
         shared.finish_if_over()
 
     def _read(self, chunk: int) -> Iterator[Any]:
-        """The samples of one chunk; those before it are read and left out."""
+        """The samples of one chunk; those before it are read and skipped."""
         shared, start = self._shared, chunk * self._shared.chunk
         if start < self._position:
             self._stream, self._position = iter(shared.dataset), 0

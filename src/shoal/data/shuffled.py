@@ -1,4 +1,4 @@
-"""Orders of samples: a permutation that needs no memory, and other samples on each peer without communication."""
+"""Orders of samples: a permutation that needs no memory, and a different order on each peer without communication."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shoal.p2p import PeerID
 def shuffler(size: int, key: str) -> Callable[[int], int]:
     """A permutation of ``range(size)`` that takes no memory and is the same everywhere.
 
-    It is a Feistel network of four rounds over the next larger power of four; numbers outside of the range go round
-    once more (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    It is a Feistel network of four rounds over the next larger power of four; numbers outside the range are permuted
+    again (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -40,14 +40,14 @@ def shuffler(size: int, key: str) -> Callable[[int], int]:
 
 
 def _mixed(value: int) -> int:
-    """Bits that all depend on all bits (the finalizer of SplitMix64)."""
+    """Mix bits so that each depends on all (the finalizer of SplitMix64)."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return value ^ value >> 31
 
 
 class Shuffled(Sampler[int]):
-    """Indices of a data set in an order of this peer's own, another one in each iteration.
+    """Indices of a data set in this peer's own order, a new one in each iteration.
 
     Args:
         samples: size of the data set.
@@ -57,7 +57,7 @@ class Shuffled(Sampler[int]):
     def __init__(self, samples: int, key: str) -> None:
         self.samples, self.key = samples, key
         self.number = 0
-        """How many iterations have begun."""
+        """The number of iterations that have begun."""
 
     def __len__(self) -> int:
         return self.samples
@@ -69,15 +69,15 @@ class Shuffled(Sampler[int]):
 
 
 def shuffled(dataset: Any, peer: DHT | PeerID | str | int, *, seed: int = 0) -> Any:
-    """Shuffle a data set differently on each peer: the simple way to give them other samples at any time.
+    """Shuffle a data set differently on each peer: the simple way to give peers different samples at any time.
 
-    Over one pass of all peers some samples come several times and others never, as in sampling with replacement.
+    In one pass of all peers, some samples occur several times and others never, as in sampling with replacement.
     :class:`~shoal.data.SharedPass` avoids that, at the cost of some communication.
 
     Args:
-        dataset: map-style, with ``len()``: the result is a sampler for a ``DataLoader``; or a stream that has
-            ``shuffle(seed=...)``, as those of the package ``datasets`` have: the result is another stream.
-        peer: who this is: its DHT, its peer id, or any number or text that no other peer has.
+        dataset: map-style, with ``len()``: the result is a sampler for a ``DataLoader``; or a stream with
+            ``shuffle(seed=...)``, as in the package ``datasets``: the result is another stream.
+        peer: identifies this peer: its DHT, its peer id, or any number or text that no other peer has.
         seed: changes the order.
 
     Raises:

@@ -1,7 +1,7 @@
 """Figures of a run for other programs: TensorBoard, Weights & Biases, and Prometheus.
 
-The first two get the state of the swarm once for each of its epochs, with the epoch as the step, and at least twice a
-minute. Prometheus asks whenever it likes, and also gets figures of each peer.
+The first two get the state of the swarm once per epoch, with the epoch as the step, and at least twice a minute.
+Prometheus asks whenever it likes, and also gets the figures of each peer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.monitor.run import PeerState, RunView, Summary
 
 
 def figures_of(summary: Summary) -> dict[str, float]:
-    """The state of the swarm as numbers by name; those that are not known are missing."""
+    """The state of the swarm as numbers by name, without unknown ones."""
     told = {f"swarm/{name}": value for name, value in summary.values().items() if name not in ("loss", "loss_median")}
     told |= {f"mean/{name}": value for name, value in summary.means.items()}
     told |= {f"median/{name}": value for name, value in summary.medians.items()}
@@ -32,17 +32,17 @@ class Exporter(Protocol):
         """Called once a second."""
 
     def close(self) -> None:
-        """The run is not watched any more."""
+        """Stop exporting."""
 
 
 class _ByEpoch:
-    """Passes on the state of the swarm when it has reached another epoch, or when half a minute has passed."""
+    """Passes on the state of the swarm at each new epoch, and at least every half minute."""
 
     def __init__(self) -> None:
         self._epoch, self._next = -1, -math.inf
 
     def note(self, view: RunView) -> None:
-        """Pass on the state of the swarm if it is time."""
+        """Pass on the state of the swarm if that is due."""
         with view.lock:
             summary = view.summary
         if summary is None or not summary.peers:
@@ -79,18 +79,18 @@ class Wandb(_ByEpoch):
     """Logs a run to Weights & Biases.
 
     Args:
-        project: where it appears.
+        project: the project in which it appears.
         run: its name there.
 
     Raises:
-        ShoalError: it does not let this program in.
+        ShoalError: Weights & Biases refuses this program.
     """
 
     def __init__(self, project: str, run: str) -> None:
         super().__init__()
         wandb = _load("wandb", "wandb")
         try:
-            # Otherwise it also uploads what the terminal shows: a table that is redrawn every second.
+            # Otherwise it also uploads the terminal's output: a table that is redrawn every second.
             self._run: Any = wandb.init(project=project, name=run, settings={"console": "off"})
         except Exception as e:  # its errors have no common base that all versions know
             raise ShoalError(
@@ -99,7 +99,7 @@ class Wandb(_ByEpoch):
             ) from e
 
     def write(self, summary: Summary, figures: dict[str, float]) -> None:
-        # Its own steps only grow, and epochs may not: so the epoch is one of the figures.
+        # Its own steps must grow, but epochs may go back, so the epoch is one of the figures.
         self._run.log({"epoch": summary.epoch, **figures})
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Prometheus:
         self._view = view
         self._endpoint: PrometheusEndpoint = start_prometheus(port, self._collect, host)
         self.url = self._endpoint.url
-        """Where the figures are."""
+        """The URL of the figures."""
 
     def _collect(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
         view = self._view
@@ -153,7 +153,7 @@ class Prometheus:
                         yield "shoal_peer_figure", "What it reports", {**of_peer, "name": name}, value
 
     def note(self, view: RunView) -> None:
-        """Prometheus asks by itself."""
+        """Do nothing: Prometheus asks by itself."""
 
     def close(self) -> None:
         self._endpoint.close()

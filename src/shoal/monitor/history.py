@@ -1,7 +1,7 @@
 """Figures over time in little memory: the last minutes second by second, the last hours and the last day more coarsely.
 
-Each level has means over periods of one length. A value goes into all levels at once, so nothing is moved or computed
-again.
+Each level has means over periods of one length. A value goes into all levels at once, so nothing is moved or recomputed
+later.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 MAX_NAMES = 48
-"""Figures that there can be; more are left out. So a day takes a megabyte. Chosen."""
+"""The most figures; more are left out. Chosen: a day then takes about a megabyte."""
 LEVELS = ((1.0, 600), (10.0, 720), (60.0, 1440))
-"""Seconds that a point stands for, and the number of points: ten minutes, two hours, and a day. Chosen."""
+"""Seconds per point, and the number of points: ten minutes, two hours, and a day. Chosen."""
 
 
 class _Level:
@@ -22,13 +22,13 @@ class _Level:
 
     Args:
         seconds: length of a period.
-        points: how many are kept.
+        points: how many periods to keep.
     """
 
     def __init__(self, seconds: float, points: int) -> None:
         self.seconds = seconds
         self.rows: deque[array[float]] = deque(maxlen=points)
-        """Of each period its beginning, and then the means of the figures that there were."""
+        """For each period, its beginning and then the means of the figures that existed then."""
         self._period = -math.inf
         self._sums: list[float] = []
         self._counts: list[int] = []
@@ -58,7 +58,7 @@ class History:
     """Several figures over a day.
 
     Args:
-        names: of the figures that there are from the beginning; others may come.
+        names: of the figures that exist from the beginning; others may be added.
     """
 
     def __init__(self, names: Sequence[str], levels: Sequence[tuple[float, int]] = LEVELS) -> None:
@@ -68,7 +68,7 @@ class History:
         self._levels = [_Level(seconds, points) for seconds, points in levels]
 
     def add(self, now: float, values: Mapping[str, float]) -> None:
-        """Note the present values; those that are missing or not finite leave a gap."""
+        """Add the present values; missing values, and those that are not finite, leave a gap."""
         self.names += tuple([name for name in values if name not in self.names][: MAX_NAMES - len(self.names)])
         row = [values.get(name, math.nan) for name in self.names]
         for level in self._levels:

@@ -1,4 +1,4 @@
-"""Reads what the peers of a run publish in the DHT, one key after the other, in turn.
+"""Reads the records that the peers of a run publish in the DHT, one key at a time, in turn.
 
 The records of a large swarm are spread over many keys (:mod:`shoal.dht.key_sharding`). The observer starts with the
 first key, which holds a sample of all peers, and follows the deeper keys that peers name::
@@ -7,8 +7,8 @@ first key, which holds a sample of all peers, and follows the deeper keys that p
                   ─► run_progress.1
 
 The pause before a key is read again grows with the size of its answer, so that the peers that hold it send an observer
-at most two kilobytes per second. There is a limit for all keys together, too, and never more than :data:`MAX_KEYS` of
-them, whatever depth peers claim.
+at most two kilobytes per second. All keys together have a limit, too, and at most :data:`MAX_KEYS` are read, whatever
+depth peers claim.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Least seconds between two readings of a key.
+# Least seconds between two readings of a key. Chosen, like all numbers here.
 PERIOD = 5.0
-# Of a key, and of all keys together. For comparison: an uplink of 3 Mbit/s sends 375 kB per second. Chosen.
+# The most bytes to read per second, of one key and of all keys. For comparison: an uplink of 3 Mbit/s sends 375 kB/s.
 BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
-# Of a typical record with its signature.
+# The size of a typical record with its signature.
 BYTES_OF_RECORD = 600.0
-# Bounds on what liars can have read and remembered. Chosen.
+# Bounds on what liars can make the observer read and remember.
 MAX_KEYS, MAX_PEERS_REMEMBERED = 1024, 50_000
 TICK_SECONDS = 1.0
 # Seconds without a peer after which the user is told which runs exist.
@@ -55,7 +55,7 @@ SECONDS_BEFORE_HELP = 20.0
 
 @dataclass
 class _Place:
-    """A key: the bits that it stands for, and when it is read next."""
+    """A key: the bits that it stands for, and when to read it next."""
 
     bits: str
     due: float
@@ -67,21 +67,21 @@ class Observer:
 
     Args:
         table: a node of the DHT, or a stand-in.
-        view: what is known of the run.
+        view: the view to fill.
     """
 
     def __init__(self, table: Table, view: RunView) -> None:
         self.view, self._table = view, table
         self._progress, self._reports = f"{view.run}_progress", key_of_reports(view.run)
         self._places = {"": _Place("", 0.0)}
-        # Whose tags were checked: signatures take a while.
+        # Cache of checked tags, because signatures take a while.
         self._peers_by_tag: dict[bytes, PeerID] = {}
         self._readings, self._warn_seldom = 0, Seldom(logger.warning)
         self.bytes_read = 0.0
-        """An estimate, by the number of records."""
+        """Bytes read so far, estimated from the number of records."""
 
     async def name_other_runs(self) -> None:
-        """If no peer is found after a while, the name may be mistyped: list the runs that there are."""
+        """If no peer is found after a while, list the runs that exist: the name may be mistyped."""
         await asyncio.sleep(SECONDS_BEFORE_HELP)
         if self.view.peers:
             return
@@ -123,12 +123,12 @@ class Observer:
         place.was_read = True
         self._go_down(place, records)
         self._readings += 1
-        # Otherwise liars could keep it looking for peers that do not exist.
+        # Without this limit, liars could keep it looking for peers that do not exist.
         if self._readings > MAX_KEYS or all(each.was_read for each in self._places.values()):
             self.view.is_complete = True
 
     async def look_for(self, peer: PeerID) -> None:
-        """Read the record of a peer at once: it may have been withdrawn since its key was read in turn."""
+        """Read the record of a peer at once: it may have been withdrawn since its key was last read."""
         paths = [path_of(tag) for tag, owner in self._peers_by_tag.items() if owner == peer]
         for path in paths:
             bits = max((bits for bits in self._places if path.startswith(bits)), key=len)
@@ -142,7 +142,7 @@ class Observer:
                 if bits not in self._places and len(self._places) < MAX_KEYS:
                     self._places[bits] = _Place(bits, get_dht_time())
         elif place.bits and not records and not any(bits in self._places for bits in below):
-            del self._places[place.bits]  # it is found again from above when a peer uses it
+            del self._places[place.bits]  # the key above leads to it again when a peer uses it
 
     async def _get(self, key: str) -> dict[Any, Any]:
         """The entries under a key; none if there are none, or it cannot be read."""
@@ -156,7 +156,7 @@ class Observer:
         return {tag: entry for tag, entry in entries.items() if is_short_lived(entry.expiration_time)}
 
     async def _read_progress(self, bits: str) -> tuple[list[ProgressRecord], int]:
-        """The records under a key that are valid, and the number of all that were read."""
+        """The valid records under a key, and the number of all that were read."""
         entries, now = await self._get(key_at(self._progress, bits)), get_dht_time()
         valid: list[tuple[ProgressRecord, float]] = []
         gone: list[PeerID] = []
@@ -172,7 +172,7 @@ class Observer:
         with self.view.lock:
             for record, expiration in valid:
                 self.view.hear_progress(record, expiration, now)
-            # A peer that was restarted may have another tag: its former record is withdrawn, but the peer is there.
+            # A restarted peer may have another tag: its former record is withdrawn, but the peer is there.
             for peer in set(gone) - {PeerID(record.peer_id) for record, _ in valid}:
                 self.view.hear_goodbye(peer, now)
         return [record for record, _ in valid], len(entries)
@@ -181,7 +181,7 @@ class Observer:
         """Check one record.
 
         Raises:
-            ValueError: it has another form, is of another time, key or peer, or its numbers cannot be.
+            ValueError: it is malformed, has impossible numbers, or belongs to another time, key or peer.
         """
         record = parse_record(value)
         if record.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
@@ -210,12 +210,12 @@ class Observer:
 
 
 class Monitor(Facade):
-    """Watches a run in the background, for as long as it is not shut down.
+    """Watches a run in the background until it is shut down.
 
     Args:
-        dht: a client is enough.
+        dht: this process's DHT; one in client mode is enough.
         run_id: name of the run.
-        goal_epochs: the epoch at which the run is to end; 0 if that is not known.
+        goal_epochs: the epoch at which the run is to end; 0 if unknown.
     """
 
     def __init__(

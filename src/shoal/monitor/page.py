@@ -1,9 +1,9 @@
 """The page: a small web server that shows a run, live.
 
 All of its addresses are read-only: the page and its files; ``/history`` with the figures over time; ``/peer`` with
-everything known about one peer; tables for other programs, as ``/peers.csv``, ``/history.csv`` and ``/events.csv``; and
-``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by what changes each
-second. What several browsers ask for at the same moment is encoded once.
+everything known about one peer; ``/peers.csv``, ``/history.csv`` and ``/events.csv`` for other programs; and
+``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by the changes of each
+second. Changes are encoded once for all browsers.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ FILES = {
     "uPlot.min.css": "text/css",
 }
 LOOPBACK = "127.0.0.1"
-# Browsers that may follow a run at the same time.
+# The most browsers that may follow a run at the same time. Chosen, like the numbers below.
 MAX_STREAMS = 64
 SECONDS_BETWEEN_NEWS = 1.0
-# How long a connection lives that does not follow the run, and how many of these there are at most. Chosen.
+# The lifetime of a connection that does not follow the run, and the most connections of that kind.
 VISIT_SECONDS, MOST_VISITORS = 60.0, 256
 # Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
 SECURITY = {
@@ -79,7 +79,7 @@ class _Secured:
 
 
 class _ForThisMachine:
-    """Does not answer requests under the names of web sites, see :mod:`shoal.base.local_names`."""
+    """Refuses requests to the names of web sites, see :mod:`shoal.base.local_names`."""
 
     def __init__(self, app: ASGIApp, bound: str, chosen: str) -> None:
         self._app, self._bound, self._chosen = app, bound, chosen
@@ -94,7 +94,7 @@ class Page:
     """The content of the page.
 
     Args:
-        view: the run; something else keeps it up to date.
+        view: the run; the caller keeps it up to date.
         bound: the IP address at which its server listens.
         chosen: where the user told it to listen.
     """
@@ -128,7 +128,7 @@ class Page:
         return FileResponse(STATIC / name, media_type=FILES[name])
 
     def _columns_of(self, request: Request) -> dict[str, list[float | None]] | Response:
-        """The history that is asked for, or the answer that there is none."""
+        """The requested history, or the answer that there is none."""
         level = request.query_params.get("level", "0")
         if level not in [str(number) for number in range(len(self._view.history.spans))]:
             return PlainTextResponse(f"there is no level {level[:20]!r}", status_code=404)
@@ -170,7 +170,7 @@ class Page:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        if self._streams >= MAX_STREAMS:  # many asked at once: the browser gets an empty stream, and tries again
+        if self._streams >= MAX_STREAMS:  # many browsers came at once: this one gets an empty stream, and tries again
             return
         self._streams += 1
         stay()
@@ -225,7 +225,7 @@ def _in_words(time: float | None) -> str:
 
 
 def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Response:
-    """A table for other programs. Text that a spreadsheet would take for a formula is quoted: peers choose it."""
+    """A table for other programs. Peers choose texts, so texts that a spreadsheet would evaluate are quoted."""
 
     def cell(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
@@ -240,9 +240,9 @@ def _csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Respo
 
 # --- connections ------------------------------------------------------------------------------------------------------
 #
-# Anybody who can reach the page may connect to it, and asking costs a visitor nothing. So a connection ends a minute
-# after it began, whatever was asked by then; browsers make another one when they need it. Only one that follows the run
-# stays, as long as its browser takes what it is sent. When there are too many others, the oldest is closed.
+# Anybody who can reach the page may connect to it, and requests cost a visitor nothing. So a connection ends a minute
+# after it began, whatever was requested; browsers make another one when they need it. Only a connection that follows
+# the run stays open, as long as its browser reads what it is sent. When there are too many others, the oldest closes.
 
 _visitor: ContextVar[Visitor] = ContextVar("visitor")
 
@@ -251,8 +251,8 @@ class Visitor(H11Protocol):
     """A connection.
 
     Args:
-        waiting: the connections of this server that follow nothing, the oldest first.
-        options: what uvicorn gives to its connections.
+        waiting: the connections of this server that do not follow the run, the oldest first.
+        options: uvicorn's options for its connections.
     """
 
     def __init__(self, waiting: dict[Visitor, None], **options: Any) -> None:
@@ -269,7 +269,7 @@ class Visitor(H11Protocol):
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        _visitor.set(self)  # tasks that answer begin in here
+        _visitor.set(self)  # the tasks that answer start in this call
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -278,7 +278,7 @@ class Visitor(H11Protocol):
         super().connection_lost(exc)
 
     def stay(self) -> None:
-        """Stay for as long again, if all that was sent is on its way."""
+        """Stay for one more period, if the browser keeps up with what it is sent."""
         self._waiting.pop(self, None)
         if not self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self._end.cancel()
@@ -286,7 +286,7 @@ class Visitor(H11Protocol):
 
 
 def stay() -> None:
-    """Keep the connection whose request is being answered. Call it again before its time is over."""
+    """Keep the connection whose request is being answered. Call this again before its time is up."""
     _visitor.get().stay()
 
 
@@ -299,8 +299,8 @@ class PageServer:
     Args:
         view: the run.
         port: 0 = any free one.
-        host: the address to listen at. By default only programs of this machine can see the page. On any loopback
-            address it answers only to names of this machine.
+        host: the address to listen on. By default only programs on this machine can see the page. On a loopback address
+            it answers only to names of this machine.
 
     Raises:
         OSError: the port is taken, or the address is not one of this machine.
@@ -310,7 +310,7 @@ class PageServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
         try:
-            if os.name == "posix":  # on Windows it would let another program take the port
+            if os.name == "posix":  # on Windows this option would let another program take the port
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
             self._socket.listen()  # from now on, browsers wait until the thread has begun
@@ -320,7 +320,7 @@ class PageServer:
         self._page = Page(view, self._socket.getsockname()[0], host)
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"
-        """Where the page is."""
+        """The URL of the page."""
         config = uvicorn.Config(
             self._page.app,
             http=partial(Visitor, {}),  # type: ignore[arg-type]

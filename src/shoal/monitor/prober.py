@@ -1,11 +1,11 @@
-"""Finds out by calls which peers are still there.
+"""Calls peers to find out which are still there.
 
 The record of a peer lives for a minute, so it takes a minute to show that the peer has ended. The peers themselves
 notice a death within seconds, because their connection to the dead one breaks. A monitor does the same: it keeps one
-idle connection to each of a few dozen peers, which costs a small call from time to time. When such a connection ends,
-it calls the peer. If the machine answers that nothing listens there any more, the peer has ended.
+idle connection to each of a few dozen peers, which costs a small call from time to time. When a connection ends, it
+calls the peer. If the machine answers that nothing listens there any more, the peer has ended.
 
-In a larger swarm it also calls the peers that others miss, and those that have published nothing for a while.
+In a larger swarm it also calls peers that others miss, and those that have published nothing for a while.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds and numbers are chosen, so that a death is seen within seconds and no peer notices the calls.
+# All numbers are chosen so that a death is seen within seconds and the calls cost peers next to nothing.
 LOOK_SECONDS = 0.5
 # Idle connections are closed after 30 s.
 SECONDS_BETWEEN_CALLS = 15.0
-# After a call that was made because there was no connection; twice as long after each further one in a row.
+# The backoff after a call that was made because there was no connection; it doubles with each further one in a row.
 LEAST_PAUSE, MOST_PAUSE = 2.0, 60.0
 CALL_SECONDS = 5.0
 # Peers to which connections are kept, and calls at the same time.
 MAX_KEPT, MAX_CALLS = 64, 8
-# After this many calls without an answer in a row, a peer loses its place to another one.
+# After this many unanswered calls in a row, a peer loses its place to another one.
 HOPELESS = 3
 # A peer that has published nothing for this long may have ended.
 SUSPICIOUS_SECONDS = 40.0
-# A single refusal may be chance, but the machine of a process that has ended refuses each time.
+# A single refusal may be chance, but once a process has ended, its machine refuses every time.
 ATTEMPTS, SECONDS_BETWEEN_ATTEMPTS = 2, 0.2
 
 
 @dataclass
 class _Contact:
-    """What the monitor has done to hear from a peer."""
+    """The monitor's calls to a peer."""
 
     called_at: float = -math.inf
     vain: int = 0
-    """Calls in a row that began without a connection."""
+    """The number of calls in a row that began without a connection."""
     call: asyncio.Task[None] | None = None
-    """The one under way."""
+    """The call in progress."""
 
 
 class Prober:
@@ -63,8 +63,8 @@ class Prober:
 
     Args:
         node: the monitor's node of the DHT.
-        view: what is known of the run.
-        look_for: reads a peer's record again. A peer withdraws its record before it ends in good order.
+        view: the view to update.
+        look_for: reads a peer's record again. A peer that ends in good order withdraws its record first.
     """
 
     def __init__(self, node: DHTNode, view: RunView, look_for: Callable[[PeerID], Awaitable[object]]) -> None:
@@ -74,7 +74,7 @@ class Prober:
         self._kept: dict[PeerID, None] = {}
 
     async def watch(self) -> None:
-        """Look after the peers until cancelled."""
+        """Call peers until cancelled."""
         try:
             while True:
                 self.look()
@@ -133,14 +133,14 @@ class Prober:
     async def _ask(self, peer: PeerID, view: PeerView) -> None:
         for attempt in range(ATTEMPTS):
             for address in view.record.addresses:
-                with contextlib.suppress(ValueError):  # perhaps of a kind that this version does not know
+                with contextlib.suppress(ValueError):  # perhaps a kind of address that this version does not know
                     self._p2p.add_addresses(peer, [address])
             try:
                 await self._node.protocol.ping(peer, validate=False, timeout=CALL_SECONDS, is_trial=True)
             except P2PHandlerError:
-                pass  # it has answered, though not what was asked
+                pass  # even an error is an answer
             except NotAMemberError:
-                return  # it has answered, but lets this monitor know nothing
+                return  # it has answered, but refuses this monitor, so nothing is known
             except (ShoalError, ConnectionError, TimeoutError) as e:
                 logger.debug("peer %s does not answer: %s: %s", peer, type(e).__name__, e)
                 if not isinstance(e, RefusedDialError) or isinstance(e, NoReservationError):
@@ -163,7 +163,7 @@ def _can_be_called(view: PeerView) -> bool:
 
 
 def _due(contact: _Contact, *, is_connected: bool) -> float:
-    """When a peer is to be called: at once if its connection has ended, and then less and less often."""
+    """When to call a peer next: at once after its connection has ended, and then less and less often."""
     if is_connected:
         return contact.called_at + SECONDS_BETWEEN_CALLS
     pause: float = min(LEAST_PAUSE * 2 ** (contact.vain - 1), MOST_PAUSE) if contact.vain else 0.0

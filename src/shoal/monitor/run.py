@@ -1,4 +1,4 @@
-"""What an observer knows of a run: its peers, what has happened, and the swarm as a whole, now and over time.
+"""What an observer knows about a run: its peers, the events, and the swarm as a whole, now and over time.
 
 Everything here is computed from the records that peers have published. Records are claims, and any of them may be a
 lie. So the epoch of the swarm is a median, no peer counts for more than a hundred others in sums and means, and each
@@ -23,26 +23,26 @@ from shoal.optim.progress.records import ProgressRecord
 from shoal.optim.report import PeerReport, end_of_id
 from shoal.p2p import PeerID
 
-# Peers renew their records of progress every half minute, which then live a minute.
+# A peer is silent when its record is this old. Chosen: peers renew their records every half minute.
 SILENT_SECONDS = 45.0
-# For how long a peer that is gone is still shown.
+# How long a peer that is gone is still shown. Chosen.
 SECONDS_SHOWN = 300.0
-# A report older than this says nothing about the present.
+# An older report says nothing about the present. Chosen.
 REPORT_SECONDS = 90.0
-# Bounds, because anybody can invent peers, names and events. Chosen, as the seconds above.
+# Bounds, because anybody can invent peers, names and events. Chosen.
 MAX_PEERS, MAX_EVENTS, MAX_METRICS, MAX_VERSIONS = 20_000, 1000, 32, 8
-# How many of the user's figures, besides the loss, are remembered over time; and events of one kind in one second.
+# The most user figures, besides the loss, to remember over time; and the most events of one kind per second. Chosen.
 MAX_FIGURES_OVER_TIME, MAX_EVENTS_AT_ONCE = 12, 8
 
 SERIES = (
     *("throughput", "loss", "loss_median", "peers", "gone", "epoch"),
     *("step", "computing", "waiting", "averaging", "sent", "received", "failed", "batch", "target", "samples"),
 )
-"""What the history has: samples per second, mean and median of the losses, peers that train and that are gone, the
-swarm's epoch, seconds from step to step and their parts, bytes per second of all peers, rounds that have failed, the
-samples that the last step had and should have had, and all samples so far."""
+"""The figures in the history: samples per second, mean and median of the losses, the number of peers that train and
+that are gone, the swarm's epoch, seconds from step to step and their parts, bytes per second of all peers, failed
+rounds, the samples of the last step and their target, and all samples so far."""
 FIGURE = "figure/"
-"""How the names of the user's other figures begin in the history."""
+"""Prefix of the user's other figures in the history."""
 
 
 class PeerState(Enum):
@@ -54,7 +54,7 @@ class PeerState(Enum):
     SILENT = "silent"
     """It has not renewed its record in time, or does not answer."""
     LOST = "lost"
-    """It has ended without a goodbye: its machine refuses connections, most others cannot reach it any more, or its
+    """It has ended without a goodbye: its machine refuses connections, most others can no longer reach it, or its
     record has expired."""
     LEFT = "left"
     """It has said goodbye."""
@@ -75,26 +75,26 @@ class PeerView:
     state: PeerState = PeerState.TRAINING
     gone_since: float = math.inf
     change: int = 0
-    """Number of the last change of the run that concerned this peer."""
+    """The number of the last change of the run that concerned this peer."""
     sent_per_second: float = math.nan
     """NaN until it has reported twice."""
     received_per_second: float = math.nan
     figures: dict[str, float] = field(default_factory=dict)
-    """The user's figures, each as last reported."""
+    """The user's figures, as last reported."""
     lost_at: float = -math.inf
-    """DHT time at which it was found to have ended; what it published before that is no sign of life."""
+    """DHT time at which it was found to have ended; earlier records are no sign of life."""
     answers: bool | None = None
     """Whether it answers the monitor's own calls; ``None`` if it was not called."""
     _figures_told: dict[str, float] = field(default_factory=dict)
 
     @property
     def told_name(self) -> str:
-        """What it calls itself, readable and harmless; empty if it does not say."""
+        """The name that it gives itself, made harmless; empty if it has none."""
         return shown_name(self.record.name)
 
     @property
     def name(self) -> str:
-        """What it calls itself, and the end of its id: any peer can take any name."""
+        """The name that it gives itself, and the end of its id, because any peer can take any name."""
         told, end = self.told_name, short_id(str(self.peer))
         return f"{told} ({end})" if told else end
 
@@ -129,7 +129,7 @@ class PeerView:
 
     @property
     def samples_per_second(self) -> float:
-        """By its report; without one, the speed of its computing, in which waiting does not count."""
+        """Its speed by its report; without one, its computing speed, which does not count waiting."""
         if self.state.is_gone:
             return 0.0
         return self.record.samples_per_second if self.report is None else self.report.samples_per_second
@@ -157,23 +157,23 @@ class Event:
     """``joined``, ``left``, ``lost``, ``returned``, ``epoch``, ``failed``, ``trouble`` or ``goal``."""
     text: str
     peer: str = ""
-    """Its whole id; empty if it concerns the swarm."""
+    """The peer's whole id; empty if the event concerns the swarm."""
     number: int = 0
-    """How many events there were before it."""
+    """The number of events before it."""
 
 
 class EventLog:
-    """What has happened, the latest of it. Epochs have a place of their own, so that they do not push out the rest."""
+    """The latest events. Epochs are kept apart, so that they do not push out the rest."""
 
     def __init__(self) -> None:
         self.count = 0
-        """How many events there ever were."""
+        """The number of all events so far."""
         self._rare: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._epochs: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._at_once: Counter[str] = Counter()
 
     def add(self, now: float, kind: str, text: str, peer: PeerID | None = None) -> None:
-        """Something has happened. Of many events of one kind in one second, the rest is only counted."""
+        """Add an event. If there are many of one kind in one second, the rest are only counted."""
         self._at_once[kind] += 1
         if self._at_once[kind] <= MAX_EVENTS_AT_ONCE:
             event = Event(now, kind, text, "" if peer is None else str(peer), self.count)
@@ -181,7 +181,7 @@ class EventLog:
             self.count += 1
 
     def tick(self, now: float) -> None:
-        """A second is over: say how many events were left out."""
+        """A second is over: log how many events were left out."""
         crowds = {kind: count - MAX_EVENTS_AT_ONCE for kind, count in self._at_once.items()}
         self._at_once.clear()
         for kind, count in crowds.items():
@@ -190,7 +190,7 @@ class EventLog:
 
     @property
     def rare(self) -> list[Event]:
-        """All but epochs."""
+        """All events but epochs."""
         return list(self._rare)
 
     def since(self, number: int = 0) -> list[Event]:
@@ -211,46 +211,46 @@ class Summary:
     time: float
     epoch: int
     peers: int
-    """How many are there."""
+    """The number of peers that are there."""
     clients: int
     states: Mapping[str, int]
     throughput: float
     """Samples per second of all peers together."""
     means: Mapping[str, float]
-    """Of the users' figures, weighted by samples."""
+    """Means of the users' figures, weighted by samples."""
     medians: Mapping[str, float]
-    """The same, each peer counted once."""
+    """Medians of the users' figures, in which each peer counts once."""
     step: float
-    """Seconds from one joint step to the next; the median over peers, as the parts below. NaN if no peer reports it."""
+    """Seconds from one joint step to the next, and the parts below: medians over peers. NaN if no peer reports it."""
     computing: float
     waiting: float
-    """For other peers, and for a group."""
+    """Seconds of waiting for other peers, and for a group."""
     averaging: float
     """The rest of the time in which peers do not compute."""
     sent: float
-    """Bytes per second of all together; NaN if no peer has reported it yet."""
+    """Bytes per second of all peers; NaN if no peer has reported it yet."""
     received: float
     failed: int
-    """Rounds that have failed, as the peers have counted them."""
+    """Failed rounds, as counted by the peers."""
     versions: Mapping[str, int]
     """The most frequent ones."""
     reporting: int
     """Peers that report."""
     batch: float = math.nan
-    """Samples that the last step had, of all peers together; the median over peers. NaN if no peer reports it."""
+    """Samples of the last step, of all peers together; the median over reports. NaN if no peer reports it."""
     target: float = math.nan
     """How many samples it should have had."""
     samples: float = math.nan
-    """All that peers have reported to the monitor, including peers that are gone."""
+    """All samples reported to the monitor, including those of peers that are gone."""
     age: float = math.nan
     """Seconds since the oldest peer of the run began. NaN if no peer reports it."""
     goal: int = 0
     """The epoch at which the run is to end; 0 if the monitor was not told."""
     left: float = math.nan
-    """Seconds until then at the present pace. NaN if there is no goal, or no pace yet."""
+    """Seconds until the goal at the present pace. NaN without a goal, or without a pace yet."""
 
     def values(self) -> dict[str, float]:
-        """For the history."""
+        """The values for the history."""
         told = {name: float(getattr(self, name)) for name in SERIES if hasattr(self, name)}
         gone = sum(count for state, count in self.states.items() if PeerState(state).is_gone)
         loss = self.means.get("loss", math.nan), self.medians.get("loss", math.nan)
@@ -264,21 +264,21 @@ class RunView:
     run: str
     peers: dict[PeerID, PeerView] = field(default_factory=dict)
     goal_epochs: int = 0
-    """The epoch at which the run is to end; 0 if that is not known."""
+    """The epoch at which the run is to end; 0 if unknown."""
     events: EventLog = field(default_factory=EventLog)
     history: History = field(default_factory=lambda: History(SERIES))
     summary: Summary | None = None
-    """Of the last tick."""
+    """The summary of the last tick."""
     change: int = 0
-    """Number of changes so far; each tick is one."""
+    """The number of changes so far; each tick is one."""
     is_complete: bool = False
     """Whether all records have been read once. Until then, peers that are seen first have not just joined."""
     removed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_PEERS))
-    """Peers that are no longer shown, each with the number of the change."""
+    """Peers that are no longer shown, each with the number of the change that removed it."""
     is_full: bool = False
     """Whether there were too many peers to show all."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    # Since when the swarm was at which epoch, and the samples of each peer: before its last start, and since.
+    # When the swarm reached each epoch; and the samples of each peer before its last start, and since.
     _epochs: list[tuple[float, int]] = field(default_factory=list)
     _samples: dict[PeerID, tuple[int, int]] = field(default_factory=dict)
     _epoch: int = 0
@@ -301,7 +301,7 @@ class RunView:
         elif record.time <= view.record.time:
             return
         elif record.time <= view.lost_at:
-            view.record, view.expiration = record, expiration  # from before it has ended
+            view.record, view.expiration = record, expiration  # a record from before it ended
         else:
             if view.state.is_gone:
                 view.answers = None
@@ -335,13 +335,13 @@ class RunView:
                 self.events.add(now, "trouble", f"{view.name}: {one_line(kind)}", peer)
 
     def hear_of_runs(self, runs: Sequence[str], now: float) -> None:
-        """No peer was found in this run; these runs were found, in words."""
+        """No peer was found in this run; ``runs`` describes the runs that were found."""
         name = one_line(self.run)
         others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
         self.events.add(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
-        """A peer has withdrawn its record. That counts also if it seemed to be lost."""
+        """A peer has withdrawn its record. That counts even if it seemed to be lost."""
         view = self.peers.get(peer)
         if view is not None and view.state is not PeerState.LEFT:
             self._leave(view, PeerState.LEFT, f"{view.name} has left", now)
@@ -374,7 +374,7 @@ class RunView:
         if samples < latest:  # it was started again
             earlier, latest = earlier + latest, 0
         self._samples[peer] = earlier, samples
-        while len(self._samples) > 50_000:  # also of peers that are gone
+        while len(self._samples) > 50_000:  # includes peers that are gone
             del self._samples[next(iter(self._samples))]
 
     def _leave(self, view: PeerView, state: PeerState, text: str, now: float) -> None:
@@ -384,7 +384,7 @@ class RunView:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Summary:
-        """Called once a second: see which peers are gone, and note the state of the swarm in the history."""
+        """Called once a second: find peers that are gone, and add the state of the swarm to the history."""
         self.events.tick(now)
         self.change += 1
         epoch = self._epoch_of_swarm()
@@ -416,7 +416,7 @@ class RunView:
             known.clear()
         if not known or epoch > known[-1][1]:
             known.append((now if known else -math.inf, epoch))
-        while len(known) > 2 and known[1][0] < now - 600.0:  # the pace of the run is that of ten minutes
+        while len(known) > 2 and known[1][0] < now - 600.0:  # the pace is measured over ten minutes
             del known[0]
 
     def _epoch_at(self, time: float) -> int:
@@ -425,12 +425,12 @@ class RunView:
         return self._epochs[max(0, at - 1)][1]
 
     def _seconds_left(self, epoch: int, step: float, now: float) -> float:
-        """Until the goal, at the pace of the last minutes, or else by the time of a step."""
+        """Seconds until the goal, at the pace of the last minutes, or else by the time of a step."""
         if not self.goal_epochs or not epoch:
             return math.nan
         if epoch >= self.goal_epochs:
             return 0.0
-        # When the first epoch that the monitor has seen began is not known.
+        # Without the first epoch that the monitor has seen, whose start is unknown.
         known = [(began, each) for began, each in self._epochs if began > -math.inf]
         if len(known) < 2:
             return (self.goal_epochs - epoch) * step
@@ -440,7 +440,7 @@ class RunView:
         return (self.goal_epochs - epoch - 1) * pace + max(0.0, pace - (now - latest))
 
     def _missed_by_most(self, now: float) -> list[PeerID]:
-        """Peers that most of those that report cannot reach any more, nor can the monitor."""
+        """Peers that neither most of the reporting peers nor the monitor can reach any more."""
         there = [view for view in self.peers.values() if not view.state.is_gone]
         reports = [view.report for view in there if view.report is not None and now - view.report.time < SILENT_SECONDS]
         missed = Counter(end for report in reports for end in set(report.lost))
@@ -449,7 +449,7 @@ class RunView:
             if view.answers or 2 * missed[end := end_of_id(view.peer)] < len(reports):
                 continue
             others = [report for report in reports if report is not view.report]
-            # What others reported before its last sign of life does not count.
+            # Reports of others from before its last sign of life do not count.
             votes = sum(end in report.lost and report.time > view.last_sign for report in others)
             if 2 * votes > len(others):
                 found.append(view.peer)
@@ -463,7 +463,7 @@ class RunView:
         state = PeerState.TRAINING
         if now - view.record.time > SILENT_SECONDS or view.answers is False:
             state = PeerState.SILENT
-        # That it was behind a while ago does not mean that it is behind now.
+        # Compare with the swarm's epoch at that time: being behind a while ago does not mean being behind now.
         elif view.epoch < min(epoch, self._epoch_at(view.told_at)) - 1:
             state = PeerState.BEHIND
         if state is not view.state:
@@ -472,7 +472,7 @@ class RunView:
             view.report, view.change = None, self.change
 
     def _has_started_over(self) -> bool:
-        """Whether no peer is near the epoch that was told last, as when all were stopped and started again."""
+        """Whether no peer is near the last known epoch, as when all were stopped and started again."""
         epochs = [view.epoch for view in self.peers.values() if not view.state.is_gone]
         return bool(epochs) and max(epochs) < self._epoch - 1
 
@@ -515,7 +515,7 @@ class RunView:
             left=self._seconds_left(epoch, step, now),
         )
 
-    # --- for those who show it ----------------------------------------------------------------------------------------
+    # --- for the views ------------------------------------------------------------------------------------------------
 
     def rows_since(self, change: int) -> list[list[Any]]:
         """The rows of all peers that have changed since then, each with the values of :data:`COLUMNS`."""
@@ -526,7 +526,7 @@ COLUMNS = (
     *("peer", "state", "epoch", "samples", "samples/s", "loss", "sent", "received", "group", "step"),
     *("joint", "averaging", "rounds", "failed", "link", "version", "failure", "name"),
 )
-"""What a row says about a peer."""
+"""The columns of a peer's row."""
 
 
 def row_of(view: PeerView) -> list[Any]:
@@ -616,7 +616,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _means_of(peers: list[PeerView]) -> tuple[dict[str, float], dict[str, float]]:
-    """Means over peers that report, weighted by samples, and medians, of the figures that most of them have."""
+    """Means, weighted by samples, and medians over the reporting peers, of the figures that most of them have."""
     names = Counter(name for peer in peers for name in peer.figures)
     means, medians = dict[str, float](), dict[str, float]()
     weights = _limited([float(max(1, peer.report.recent_samples)) for peer in peers if peer.report is not None])

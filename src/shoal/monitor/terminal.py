@@ -1,4 +1,4 @@
-"""A run in the terminal: the swarm in a few lines, a table of peers, and what has happened last."""
+"""A run in the terminal: the swarm in a few lines, a table of peers, and the latest events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BY_IMPORTANCE = (
     *("peer", "state", "epoch", "samples/s", "loss", "failed", "step", "link", "sent", "received"),
     *("averaging", "version"),
 )
-USUAL_WIDTH = 160
+USUAL_WIDTH = 160  # chosen: all columns fit
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
     PeerState.BEHIND: "yellow",
@@ -47,7 +47,7 @@ EVENT_COLOURS = {
     **{"joined": "green", "returned": "green", "goal": "bold green"},
 }
 MOST_FIGURES = 6
-"""In the line of the swarm; the page has them all."""
+"""The most figures in the line of the swarm; the page has them all. Chosen."""
 
 
 def size(count: float) -> str:
@@ -70,7 +70,7 @@ def span(seconds: float) -> str:
 
 
 def labels_of(peers: Sequence[PeerView]) -> list[str]:
-    """What stands for each peer: its name, or the end of its id if it has none, or others have the same."""
+    """A label for each peer: its name, or the end of its id if it has none or shares its name."""
     names = [peer.told_name for peer in peers]
     uses = Counter(names)
     return [
@@ -98,7 +98,7 @@ def cells(view: PeerView, label: str) -> tuple[str, ...]:
 
 
 def headline(run: str, summary: Summary | None) -> str:
-    """The swarm in one line, with what is known of it."""
+    """The swarm in one line, as far as known."""
     if summary is None or not summary.states:
         was_there = summary is not None and summary.epoch > 0
         return f"{run}: all peers are gone" if was_there else f"{run}: no peer has been seen yet"
@@ -106,7 +106,7 @@ def headline(run: str, summary: Summary | None) -> str:
     if not summary.peers:
         return f"{epoch}  |  all peers are gone"
     parts = [epoch, counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
-    # Those that most peers report come first: one peer alone could fill the screen with its names.
+    # Only some figures are shown: one peer alone could fill the screen with names.
     figures = sorted(summary.means.items(), key=is_not_loss)[:MOST_FIGURES]
     parts += [f"{name} {mean:.4g}" for name, mean in figures]
     if not math.isnan(summary.step):
@@ -138,13 +138,13 @@ def line_of(event: Event) -> str:
 
 
 def order_of(view: PeerView) -> tuple[Any, ...]:
-    """Peers in trouble come first, as they are few, and then the fastest."""
+    """Sort key: peers in trouble first, because they are few, and then the fastest."""
     trouble = (PeerState.SILENT, PeerState.LOST, PeerState.BEHIND, PeerState.TRAINING, PeerState.LEFT)
     return trouble.index(view.state), -view.samples_per_second, str(view.peer)
 
 
 def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The numbers of the columns for which there is room, in their order."""
+    """The numbers of the columns that fit, in order."""
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     fitting, left = list[int](), width
     for index in map(COLUMNS.index, BY_IMPORTANCE):
@@ -174,7 +174,7 @@ def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
         is_text = name in ("peer", "state", "link", "version")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True, max_width=widest(name))
     for peer, row in zip(peers, told, strict=False):
-        # Texts of peers are shown as they are: what looks like markup in them is none.
+        # Texts of peers are shown literally, even if they look like markup.
         shown = [Text(row[index], STATE_COLOURS[peer.state] if COLUMNS[index] == "state" else "") for index in fitting]
         table.add_row(*shown)
     if len(peers) > rows:
@@ -183,7 +183,7 @@ def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
 
 
 def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDTH) -> RenderableType:
-    """What the terminal shows.
+    """The content of the terminal.
 
     Args:
         height: number of lines.
@@ -227,7 +227,7 @@ class Screen:
 
 
 class Lines:
-    """Tells of a run in lines of text, for logs: each event but epochs, and the state of the swarm now and then."""
+    """Prints a run as lines of text, for logs: each event but epochs, and the state of the swarm now and then."""
 
     EVERY_SECONDS = 10.0
 

@@ -1,7 +1,7 @@
 """Where other peers can be reached, and which live ones cannot.
 
-A failed dial says little, for the peer may be gone or busy. But a new sign of life, seen through others,
-shows that the peer was there. After a few such failures in a row, the way to the peer must be closed, and its user or
+A failed dial says little: the peer may be gone or busy. A failure counts only if others have seen a new sign of life of
+the peer since the last one. After a few such failures in a row the path to the peer must be blocked, and its user or
 the user of this peer has to act. Each such peer is reported once. A successful connection clears its failures.
 """
 
@@ -24,10 +24,10 @@ from shoal.peers.multiaddr import Multiaddr
 Judge = Callable[[Multiaddr], bool]
 """Says whether to dial an address at somebody's word, see :func:`may_be_dialled_for`."""
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
-_CARRIER = ipaddress.ip_network("100.64.0.0/10")  # behind the router of a provider, where strangers are neighbours
-_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
+_CARRIER = ipaddress.ip_network("100.64.0.0/10")  # carrier-grade NAT (RFC 6598), where strangers are neighbours
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))  # NAT64 (RFC 6052, RFC 8215)
 
-MAX_PEERS = 10_000
+MAX_PEERS = 10_000  # chosen: far more than a swarm has, and a few megabytes
 
 
 def ip_text_of(address: Multiaddr) -> str | None:
@@ -54,14 +54,14 @@ def is_name(address: Multiaddr) -> bool:
 
 
 def is_anywhere(address: Multiaddr) -> bool:
-    """Whether the same address is another computer in another network: homes have networks of the same numbers."""
+    """Whether the address may mean another computer in another network: many homes use the same private range."""
     ip = ip_of(address)
     return ip is not None and not ip.is_loopback and not ip.is_global
 
 
 @functools.lru_cache(4096)
 def is_global(address: Multiaddr) -> bool:
-    """Whether an address is meant for the whole internet; names are, by intention."""
+    """Whether an address is meant for the whole internet; host names count as global."""
     host = address.get("ip4") or address.get("ip6")
     return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
 
@@ -75,7 +75,7 @@ def is_private(address: Multiaddr) -> bool:
 
 @functools.lru_cache(4096)
 def network_of(address: Multiaddr) -> str:
-    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
+    """The network that addresses of one host share: /24 in IPv4, /48 in IPv6; empty without an IP address."""
     host = address.get("ip4") or address.get("ip6")
     return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
 
@@ -86,10 +86,10 @@ def is_ipv6(address: Multiaddr) -> bool:
 
 
 def ip_to_dial(text: str) -> IP | None:
-    """The IP address in a text, if it can be the address of another host and hides no other address in it.
+    """The IP address in a text, if it can be the address of another host and embeds no other address.
 
-    No rule would recognise an IPv4 address within an IPv6 address. ``0.0.0.0/8`` means this machine; class E and most
-    of IPv6 belong to nobody; a link-local IPv6 address needs the name of an interface.
+    An IPv4 address embedded in an IPv6 address would slip past every rule. ``0.0.0.0/8`` means this machine; class E
+    and most of IPv6 belong to nobody; a link-local IPv6 address needs the name of an interface.
     """
     try:
         ip = ipaddress.ip_address(text)
@@ -104,15 +104,15 @@ def ip_to_dial(text: str) -> IP | None:
 
 
 def may_be_dialled_for(address: Multiaddr, seen_at: Multiaddr | None, *, is_inside: Judge, is_here: Judge) -> bool:
-    """Whether to dial an address that another peer has told of itself.
+    """Whether to dial an address that another peer claims as its own.
 
-    A peer may tell any address, also one that only this machine can reach. What it learns from the attempt must be no
-    more than it could find out by itself. So it may name the host at which it is seen, hosts of the public internet,
-    and hosts of private networks if it is in such a network too.
+    A peer may claim any address, even one that only this machine can reach. The attempt must tell it no more than it
+    could find out by itself. So it may name the host at which it is seen, hosts of the public internet, and hosts of
+    private networks if it is in such a network too.
 
     Args:
-        address: as it was told. A host name has to be looked up before, and the relay of a circuit stands for it.
-        seen_at: where the peer that has told it is seen from here; ``None`` if that is not known.
+        address: as the peer claims it. Resolve a host name first; for a circuit, give the relay's address.
+        seen_at: where that peer is seen from here; ``None`` if that is not known.
         is_inside: whether an address is in a network of this machine.
         is_here: whether an address is one of this machine itself.
     """
@@ -139,7 +139,7 @@ def may_be_dialled_for(address: Multiaddr, seen_at: Multiaddr | None, *, is_insi
 
 
 def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
-    """What peers of one host have in common: the network of their public address (/24 in IPv4, /48, a site, in IPv6).
+    """What peers of one host share: the network of their public address (/24 in IPv4; /48, one site, in IPv6).
 
     A peer without a public address is a host of its own: peers of one network or one machine know each other.
     """
@@ -176,7 +176,7 @@ class AddressBook:
 
     Args:
         supports: whether this peer can dial an address.
-        book: remembers who has answered in a private network.
+        book: remembers which peers have answered in a private network.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class AddressBook:
         self._book = PeerBook() if book is None else book
         # For each address: whether it is more than hearsay.
         self._known: Bounded[PeerID, dict[Multiaddr, bool]] = Bounded(MAX_PEERS, on_evict=self._forget_derived)
-        # Of addresses that only the peer itself has told: whether to dial them at its word.
+        # For addresses that only the peer itself has announced: whether to dial them at its word.
         self._judges: dict[PeerID, dict[Multiaddr, Judge]] = {}
-        self._hosts: dict[PeerID, PeerID | str] = {}  # what follows from the addresses, as far as it was asked for
+        self._hosts: dict[PeerID, PeerID | str] = {}  # cache of `host_of`
         self.changes = 0
         """The number of changes so far: caches of derived data compare it."""
 
@@ -196,7 +196,7 @@ class AddressBook:
         return peer in self._known
 
     def add(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """Remember addresses of a peer that a third party has told.
+        """Remember addresses of a peer, as told by a third party.
 
         Raises:
             ValueError: an address belongs to another peer or is not a multiaddr; nothing is remembered then.
@@ -209,12 +209,12 @@ class AddressBook:
     def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str], judge: Judge | None = None) -> None:
         """Replace all addresses of a peer by those that the peer itself announces.
 
-        Addresses that make no sense here are skipped: a newer peer may know more kinds. If it announces nothing that
-        this peer can dial, what is known besides stays.
+        Malformed addresses are skipped: a newer peer may know more kinds. If the peer announces nothing that this one
+        can dial, the known addresses stay.
 
         Args:
-            judge: whether to dial an address at its word; not asked about addresses at which it has answered, or that
-                others have told.
+            judge: whether to dial an address at the peer's word; not asked about addresses at which the peer has
+                answered, or that others have told.
         """
         plain = []
         for address in list(addresses)[:MAX_ADDRESSES_PER_PEER]:
@@ -273,11 +273,11 @@ class AddressBook:
         return list(self._known[peer])
 
     def judge_of(self, peer: PeerID, address: Multiaddr) -> Judge | None:
-        """Who decides whether to dial an address; ``None`` if the peer is not the only one that has told it."""
+        """The judge of an address that only the peer itself has announced; ``None`` for other addresses."""
         return self._judges.get(peer, {}).get(address)
 
     def to_dial(self, peer: PeerID) -> list[Multiaddr]:
-        """Those of :meth:`get` that may be dialled. Host names stay: what they lead to is judged when it is known."""
+        """Those of :meth:`get` that may be dialled. Host names stay: they are judged once they are resolved."""
         judges = self._judges.get(peer, {})
         return [each for each in self.get(peer) if (judge := judges.get(each)) is None or is_name(each) or judge(each)]
 
@@ -286,7 +286,7 @@ class AddressBook:
         return tuple(self._known.get(peer, ()))
 
     def host_of(self, peer: PeerID) -> PeerID | str:
-        """The host of a peer, see :func:`host_of`; from any thread. Remembered, because votes ask it for all peers."""
+        """The host of a peer, see :func:`host_of`; from any thread. Cached, because votes ask for all peers."""
         host = self._hosts.get(peer)
         if host is None:
             addresses = self.peek(peer)
@@ -298,13 +298,13 @@ class AddressBook:
         return host
 
     def items(self) -> list[tuple[PeerID, list[Multiaddr]]]:
-        """Everything that is known."""
+        """All known peers and their addresses."""
         return [(peer, list(addresses)) for peer, addresses in self._known.items()]
 
     def judged(self, peer: PeerID, address: Multiaddr, error: BaseException) -> BaseException:
-        """What a failed dial says of a peer: a refusal that it is gone, unless it was never there.
+        """What a failed dial says about a peer: a refused connection means that it is gone, if it was ever there.
 
-        In a private network somebody else may have refused, in place of a peer that has the same address elsewhere.
+        The same private address may belong to another machine here, which has refused in the peer's place.
         """
         if isinstance(error, RefusedDialError) and is_anywhere(address) and not self._book.find(peer).is_near:
             return DialError(f"{error}; or peer {peer} is in another network of the same numbers")
@@ -342,7 +342,7 @@ def _parse(text: str) -> Multiaddr:
 def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
     plain = address if isinstance(address, Multiaddr) else _parse(address)
     if "p2p" in plain:
-        # Before the circuit stands the peer id of the relay.
+        # A peer id in front of the circuit is the relay's.
         end = next((value for name, value in reversed(plain.items()) if name in ("p2p", CIRCUIT)), None)
         if end is not None:
             if end != peer.to_base58():
@@ -354,7 +354,7 @@ def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
 
 logger = logging.getLogger(__name__)
 
-# One failure may be chance; this many in a row, with signs of life between them, are not.
+# Chosen: one failure may be chance, but not this many in a row with signs of life between them.
 FAILURES_TO_TELL = 3
 
 
@@ -362,7 +362,7 @@ class UnreachablePeers:
     """Counts failed dials of peers that are alive, and tells the user about each such peer once.
 
     Args:
-        book: where they are counted.
+        book: keeps the counts.
     """
 
     def __init__(self, book: PeerBook) -> None:
@@ -378,7 +378,7 @@ class UnreachablePeers:
             error: the failure; only a failed dial counts.
             addresses: the addresses known for the peer.
             company: what both peers take part in.
-            sign_of_life: of that peer; it grows with each new sign. Signs of different companies are not compared.
+            sign_of_life: a number that grows with each new sign of life of that peer, compared within one company only.
         """
         if not isinstance(error, DialError):
             return
@@ -390,7 +390,7 @@ class UnreachablePeers:
         if count + 1 >= FAILURES_TO_TELL and not record.is_told_uncalled:
             record.is_told_uncalled = True
             self._warn_seldom(
-                "peer %s of %s is there, but this peer cannot call it, so that they may not average with each other: "
+                "peer %s of %s is online, but this peer cannot call it, so the two may not average with each other: "
                 "%s. What to do: %s",
                 peer,
                 company,

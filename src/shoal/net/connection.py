@@ -41,7 +41,7 @@ from shoal.net.transport import (
 )
 from shoal.peers.identity import Name
 
-# Seconds that a side which is done waits for the other side to end.
+# Seconds that a side that has finished waits for the other side to end. Chosen.
 DRAIN_TIMEOUT = 10.0
 
 _ALIVE = pack(Kind.ALIVE, None)
@@ -66,9 +66,9 @@ class Hello(Header):
     instance: bytes = b""
     """Random, chosen when the sender starts: tells two processes with the same identity apart."""
     relay: bool = False
-    """The sender takes reservations of peers that cannot be called otherwise."""
+    """The sender grants reservations to peers that cannot be called otherwise."""
     name: Name = ""
-    """What the sender calls itself, for people to read; empty if it does not say."""
+    """The sender's name, for people to read; empty if it has none."""
 
 
 class Open(Header):
@@ -94,7 +94,7 @@ class CallFailure(Header):
     @classmethod
     def of_error(cls, error: Exception, *, is_final: bool = False) -> CallFailure:
         """What the other side may know about an error: its type and its text, not where it happened."""
-        # A text for people, which may quote what strangers have sent.
+        # The text is for people, and may quote what strangers have sent.
         text = str(error)[:2000].encode(errors="backslashreplace").decode()
         return cls(type=type(error).__name__, text=text, is_final=is_final)
 
@@ -102,7 +102,7 @@ class CallFailure(Header):
 class Connection:
     """One authenticated stream, the greetings on it, and the messages of the current call.
 
-    Greeting and call share the stream and its turns, and every message passes here: so this is one object.
+    This is one object, because greeting and call take turns on the stream and every message passes here.
 
     Args:
         stream: the stream; from now on only this object uses it.
@@ -123,15 +123,15 @@ class Connection:
         self.metrics = metrics
         self.remote = stream.remote
         self.instance: bytes | None = None
-        """That of the other side's greeting; ``None`` until that has arrived. The rest of it is not kept."""
+        """The reach in the other side's greeting; ``None`` until that has arrived. The rest of it is not kept."""
         self.round_trip: float | None = None
-        """Seconds that the greetings spent on the network, if this side began the exchange."""
+        """Seconds that the greetings spent on the network, if this side greeted first."""
         self.writing_since = 0.0
         """When the write in progress began, in the loop's time; 0 if there is none."""
         self.header_since = 0.0
         """When the header that is still arriving began, in the loop's time; 0 if there is none."""
         self.is_member = False
-        """Both sides have proven that they are members."""
+        """Whether both sides have proven that they are members."""
         self.handler = ""
         """The handler of the latest call; only names that are served here or called from here."""
         self._make_hello: Callable[[], Hello] | None = make_hello
@@ -155,7 +155,7 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Something waits to leave together with the next message."""
+        """Whether something waits to be sent along with the next message."""
         return bool(self._unsent)
 
     def _take_unsent(self) -> bytes:
@@ -172,7 +172,7 @@ class Connection:
         return hello
 
     async def send(self, kind: Kind, header: Header | None, *payload: Buffer, end: bool = False) -> None:
-        """Send one message; without a header it only says that this side has ended."""
+        """Send one message; without a header it only says that this side has finished."""
         size = sum(map(len, payload)) if payload else 0
         message = pack(kind, header, size, end=end)
         await self._write(self._take_unsent() + message, payload, size)
@@ -216,7 +216,7 @@ class Connection:
         self.metrics.bytes_sent_by_handler[self.handler] += size
 
     async def receive(self) -> tuple[Prefix, bytearray]:
-        """The next message's prefix and header; its payload, if any, is still to be read."""
+        """The next message's prefix and header; the caller still has to read its payload, if any."""
         while True:
             stream = self.stream
             raw = stream.take(PREFIX_BYTES)
@@ -250,7 +250,7 @@ class Connection:
         def take_memory(more: int) -> None:
             nonlocal taken
             if not self._memory.take(self.remote, more):
-                raise ProtocolError(f"a header of {size} bytes, too much beside the others that are still arriving")
+                raise ProtocolError(f"a header of {size} bytes, too much with the others that are still arriving")
             taken += more
 
         try:
@@ -287,14 +287,14 @@ class Call:
         self.has_received = False
         """The other side has sent a message."""
         self.is_premature = False
-        """The call is about something that does not exist here yet, and perhaps never will."""
+        """Whether the call is about something that does not exist here yet, and perhaps never will."""
         self.sent_end = False
         self.received_end = False
         self._is_final = False
 
     @property
     def clean(self) -> bool:
-        """Both sides have ended, so the connection may carry another call."""
+        """Whether both sides have ended, so that the connection may carry another call."""
         ended = self.sent_end and self.received_end and not self.payload_size
         return ended and not self._is_final and not self.connection.closed
 
@@ -308,7 +308,7 @@ class Call:
 
         Args:
             header: a small typed header.
-            payload: raw buffers of format ``B`` that follow the header; free for reuse as soon as this returns.
+            payload: raw buffers of format ``B`` that follow the header; the caller may reuse them once this returns.
             end: this is the last message of this side.
 
         Raises:
@@ -339,7 +339,7 @@ class Call:
             P2PHandlerError: the other side's handler raised.
             P2PDaemonError: the other side has no such handler.
             DialError: the other side refuses this peer, and says why.
-            NotAMemberError: it does so because of this peer's badge.
+            NotAMemberError: the other side refuses this peer because of its badge.
             ProtocolError: the message is not of this type.
             StreamClosedError: the connection ended in the middle.
         """
@@ -390,7 +390,7 @@ class Call:
         """Receive the payload straight into buffers that together have exactly its size.
 
         Args:
-            arrived: called with the size of each buffer once it is full.
+            arrived: called with the size of each buffer as it fills up.
 
         Raises:
             ProtocolError: the payload has another size.

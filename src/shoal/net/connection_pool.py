@@ -1,12 +1,12 @@
 """Connections to other peers: how they are dialled, and how they are kept for the next call.
 
-A :class:`Dialler` tries all known addresses of a peer, each a little later than the one before, direct ones first. Then
-come relays; those through which connections have broken in the last minute come last.
+A :class:`Dialler` tries all known addresses of a peer, each a little later than the one before: direct ones first, then
+relays. Relays through which a connection has broken in the last minute come last.
 
 In a :class:`ConnectionPool`, one call at a time uses a connection. A call that finds no idle connection dials a new
 one, so a bulk transfer never blocks a small call. Many calls to one peer share a few dials: the call that has waited
-longest takes the first connection that becomes free. Direct connections are preferred to those through relays, which
-end when there are direct ones.
+longest takes the first connection that becomes free. Direct connections are preferred; relayed ones are closed once
+there are direct ones.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from shoal.peers.book import PeerBook
 from shoal.peers.identity import PeerID, is_circuit, relay_of
 from shoal.peers.multiaddr import Multiaddr
 
-# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet; RFC 8305
-# recommends it for the addresses of a host.
+# Seconds until the next address of a peer is tried in parallel with one that has not answered yet; RFC 8305 recommends
+# it for the addresses of a host.
 DIAL_STAGGER = 0.25
-# Chosen, like all that follow. The same after a machine has answered there: the handshake of two busy machines takes
-# long, and two take longer.
+# Chosen, like all that follow. The same once a machine has answered there: a handshake between two busy machines takes
+# long, and two handshakes take longer.
 HANDSHAKE_STAGGER = 2.0
-# The same for the next relay of a peer, because each needs a few round trips.
+# The same for the next relay of a peer: each relay needs a few round trips.
 CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
-"""How long the way through one relay may take."""
+"""How long connecting through one relay may take."""
 
-BROKEN_RELAY_SECONDS = 60.0  # a relay that has fallen silent, or ended a connection, is tried last
+BROKEN_RELAY_SECONDS = 60.0  # for this long, a relay that fell silent or ended a connection is tried last
 
 DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
-"""A relay itself is being dialled, so that no other relay may come into it."""
+"""Set while a relay itself is dialled, which must not go through another relay."""
 
 
 class Dialler:
-    """Dials peers at their known addresses; :meth:`close` gives up all dials at once.
+    """Dials peers at their known addresses; :meth:`close` gives up all dials in progress.
 
     Args:
         transport: opens the streams.
         addresses: where peers can be dialled.
         book: remembers which relays have fallen silent.
         metrics: counts the dials.
-        dial_circuit: dials through a relay; ``None``: relays are not used.
+        dial_circuit: dials through a relay; ``None`` = use no relays.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Dialler:
         if not addresses and (doubtful := set(self._addresses.get(peer)) - set(self._addresses.to_dial(peer))):
             told = ", ".join(sorted(map(str, doubtful)))
             raise DialError(
-                f"no address of peer {peer} is known: it says that it is at {told}, and is seen elsewhere. A private "
+                f"no address of peer {peer} is known: it says that it is at {told}, but is seen elsewhere. A private "
                 "address counts only if it is seen in a private network; let it announce a public one (announce_maddrs)"
             )
         if not addresses:
@@ -104,12 +104,12 @@ class Dialler:
         return await self._dial_first(peer, addresses)
 
     def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
-        """Where a peer itself may be, in the order to try."""
+        """The addresses of a peer that lead through no relay, in the order to try."""
         direct = [each for each in self._addresses.to_dial(peer) if not is_circuit(each)]
         return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
 
     def circuits(self, peer: PeerID) -> list[Multiaddr]:
-        """Its addresses at relays that this peer can dial, in the order to try."""
+        """The addresses of a peer at relays that this one can dial, in the order to try."""
         if self.dial_circuit is None or DIRECT_ONLY.get():
             return []
         since = asyncio.get_running_loop().time() - BROKEN_RELAY_SECONDS
@@ -121,7 +121,7 @@ class Dialler:
         return sorted(filter(self.supports_circuit, self._addresses.to_dial(peer)), key=broken_at)
 
     def note_broken(self, relay: PeerID) -> None:
-        """A connection through a relay has broken, or the one to itself: others are dialled first for a while."""
+        """Dial other relays first for a while: a connection to this one, or through it, has broken."""
         self._book[relay].silent_at = asyncio.get_running_loop().time()
 
     def supports_circuit(self, address: Multiaddr) -> bool:
@@ -138,7 +138,7 @@ class Dialler:
         return await self._dial_first(peer, [address], judge)
 
     async def meet(self, address: Multiaddr) -> Stream:
-        """Dial an address whose peer is not known; the stream says which one has proven to be there.
+        """Dial an address whose peer is not known; the stream says which peer has proven to be there.
 
         Raises:
             DialError: no peer answers there.
@@ -188,7 +188,7 @@ class Dialler:
         if all(isinstance(error, NoRelayError) for error in errors):
             raise NoRelayError(
                 f"only relayed addresses of peer {peer} are known, and no relay answers: "
-                f"{'; '.join(map(str, errors))}. Wait, because it will choose others; or restart that peer"
+                f"{'; '.join(map(str, errors))}. Wait until it chooses others, or restart that peer"
             )
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
@@ -226,11 +226,11 @@ MAX_AGE_SECONDS = 900.0
 
 # Dials to one peer at the same time.
 MAX_PARALLEL_DIALS = 2
-# After a dial has failed, calls that can wait for another one's connection do so for as long.
+# For this long after a failed dial, calls wait for a connection that another call gives back.
 BARREN_SECONDS = 10.0
 SPARE = 4
-"""The least number of direct connections to a peer that only relays lead to. A round takes two or more, and other
-calls come meanwhile. When no relay is left, there will be no more."""
+"""The least number of direct connections to keep to a peer that is dialled through relays only. A round takes two or
+more, and other calls run meanwhile. Without a relay no more can be made."""
 
 
 @dataclass(eq=False)
@@ -241,13 +241,13 @@ class PooledPeer:
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
     dials: dict[asyncio.Task[Connection], None] = field(default_factory=dict)
-    """Dials for waiting calls. Whatever connects first serves the call that has waited longest."""
+    """Dials for waiting calls. The first one that connects serves the call that has waited longest."""
     elsewhere: int = 0
-    """How many more connections are being made; waiting calls may have them."""
+    """How many connections are being made elsewhere; waiting calls may have them."""
     waiting: dict[asyncio.Future[Connection], Context] = field(default_factory=dict)
-    """Calls in their order, with what is true for a dial of theirs, such as :data:`DIRECT_ONLY`."""
+    """Waiting calls in order, each with the context for its dial, such as :data:`DIRECT_ONLY`."""
     barren_until: float = 0.0
-    """Until then it is not worth dialling, in the time of the loop."""
+    """Dialling is not worth it before this time of the loop."""
 
     @property
     def dialling(self) -> int:
@@ -262,7 +262,7 @@ class PooledPeer:
 
     @property
     def has_arranged_in_use(self) -> bool:
-        """Some call uses a connection that relays have brought about, and will give it back."""
+        """Whether a call uses a connection arranged by a relay, which it will give back."""
         return any(each.stream.is_arranged for each in self.in_use)
 
     @property
@@ -288,8 +288,8 @@ class ConnectionPool:
     Args:
         dial: makes a new connection to a peer.
         idle_timeout: seconds after which an unused connection is closed.
-        on_circuit: called with a peer to which there is a new connection through a relay, or arranged by one.
-        on_broken: called with a relay through which a connection has broken.
+        on_circuit: called with a peer once there is a new connection to it through a relay, or arranged by one.
+        on_broken: called with a relay when a connection through it has broken.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class ConnectionPool:
     def release(self, connection: Connection, *, reusable: bool) -> None:
         """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side.
 
-        A relayed one is not kept as well, if there are direct ones to that peer.
+        A relayed connection is cut, too, if there are direct ones to that peer.
         """
         peer = self._peers[connection.remote]
         stream = connection.stream
@@ -398,7 +398,7 @@ class ConnectionPool:
                     peer.elsewhere -= 1
                 if connection.closed or connection.stream.via is None:
                     self.release(connection, reusable=True)
-                else:  # it would not be kept beside direct ones
+                else:  # relayed ones are not kept if there are direct ones
                     del peer.in_use[connection]
                     self._keep(peer, connection)
         finally:
@@ -416,10 +416,10 @@ class ConnectionPool:
         self._tell_of(connection)
 
     def expect(self, peer_id: PeerID, count: int) -> Callable[[], None]:
-        """``count`` connections are being made elsewhere and will be added: calls wait for them rather than dial.
+        """Let calls wait for ``count`` connections that are made elsewhere and will be added, rather than dial.
 
         Returns:
-            What ends that, at once or after the first ones have come; calls that still wait may dial then.
+            A function that ends this, at any time; calls that still wait may dial then.
         """
         peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
         peer.elsewhere += count
@@ -483,7 +483,7 @@ class ConnectionPool:
         return list(self._peers)
 
     def cut(self, is_unwanted: Callable[[Stream], bool]) -> None:
-        """End the connections that are unwanted from now on; calls on them fail."""
+        """End the connections that are no longer wanted; calls on them fail."""
         for connection in [each for each in self._idle_since if is_unwanted(each.stream)]:
             self._end_idle(connection)
         for peer in self._peers.values():
@@ -491,7 +491,7 @@ class ConnectionPool:
                 connection.stream.abort()
 
     def drop_via(self, relay: PeerID) -> None:
-        """End the connections through a relay that is no more."""
+        """End the connections through a relay that is gone."""
         self.cut(lambda stream: stream.via == relay)
 
     def end_idle(self, peer_id: PeerID) -> None:
@@ -503,7 +503,7 @@ class ConnectionPool:
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""
         peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
-        # Those that a relay has arranged stay: there may be no relay to arrange others.
+        # Connections arranged by a relay stay: there may be no relay left to arrange others.
         for connection in [each for each in self._idle_since if not each.stream.is_arranged]:
             self._end_idle(connection)
         return peers
@@ -532,8 +532,8 @@ class ConnectionPool:
         connection = await self._dial(peer.peer_id)
         if connection.closed:
             raise InterruptedDialError(
-                f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
-                "more; try again later"
+                f"peer {peer.peer_id} ended the connection before it could be used: it may have no room for more; "
+                "try again later"
             )
         peer.in_use[connection] = None
         if self._closed:
@@ -571,10 +571,10 @@ class ConnectionPool:
         del peer.dials[dial]
         error = None if dial.cancelled() else dial.exception()
         if isinstance(error, DialError) and peer.has_arranged_in_use:
-            # Somebody will give one back.
+            # A call that uses an arranged connection will give it back.
             peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
         elif error is not None:
-            # More dials would fail just as late, so do not let timeouts queue up.
+            # More dials would fail just as slowly, so do not let timeouts queue up.
             are_all_lost = isinstance(error, ShoalError) and not peer.in_use
             self._fail_waiting(peer, error, len(peer.waiting) - len(peer.dials) if are_all_lost else 1)
         elif not dial.cancelled():

@@ -1,7 +1,7 @@
 """One end of connections: what a peer is on the network, as far as it knows the addresses of others.
 
 An :class:`Endpoint` has an identity, connections to others, and handlers that they call. It knows nothing of routers
-and relays: the methods that are abstract here say what it needs of those.
+and relays: its abstract methods say what it needs from them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ AGENT = "shoal"
 
 
 class Directory(Protocol):
-    """Knows peers that this one has not met, as the DHT does."""
+    """Knows peers that this one has not met; the DHT is one."""
 
     async def find_addresses(self, peer: PeerID) -> None:
         """Look up where a peer can be dialled, and add what is found to the endpoint's addresses."""
@@ -60,7 +60,7 @@ class Directory(Protocol):
         """Some peers that others can dial. Nearly all of them are relays."""
 
     def note_reachability(self) -> None:
-        """Others can call this peer in another way than before."""
+        """The way in which others can call this peer has changed."""
 
 
 class Announcement(NamedTuple):
@@ -76,14 +76,14 @@ class Announcement(NamedTuple):
 class Endpoint(ABC):
     """Calls other peers, and answers them.
 
-    It has many attributes, because it is where the parts of this room meet: each of them is one part.
+    It has many attributes, because the parts of this package meet here: each attribute is one part.
 
     Args:
         transport: opens streams; it brings the identity.
         rng: source of every random choice.
         idle_timeout: seconds after which an unused connection is closed.
         limits: what others are granted.
-        dials_relays: whether to dial others through relays where there is no other way.
+        dials_relays: whether to dial others through relays if there is no other way.
         name: what this peer calls itself.
     """
 
@@ -99,7 +99,7 @@ class Endpoint(ABC):
         name: str,
     ) -> None:
         self.name = name
-        """What this peer calls itself."""
+        """The name of this peer, for people to read."""
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
         self.transport = transport
@@ -110,13 +110,13 @@ class Endpoint(ABC):
         self.instance = rng.randbytes(16)
         """Tells this process from another one with the same identity."""
         self.directory: Directory | None = None
-        """Asked about peers without a known address; a DHT node on this peer."""
+        """Looks up peers without a known address; the DHT node of this peer."""
         self.book = PeerBook(on_forget=lambda peer: metrics.peers.pop(str(peer), None))
         """What this peer knows of others."""
         self.address_book = AddressBook(self._supports, self.book)
         """Where others can be dialled."""
         self.met: dict[Multiaddr, PeerID] = {}
-        """Which peer has answered at an address that says nothing of its peer, by the address."""
+        """By address without a peer id: the peer that has answered there."""
         self.behaviour = PeerScores(metrics, asyncio.get_running_loop().time, self.book)
         """What this peer has seen others do."""
         self.membership: Membership | None = None
@@ -133,16 +133,16 @@ class Endpoint(ABC):
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
         """Answers on connections that others have opened."""
         self.header_memory = HeaderMemory(limits)
-        """What large headers on their way in take."""
+        """Accounts for the memory of large incoming headers."""
         self.tasks = TaskSet()
-        """What goes on in the background until this peer shuts down."""
+        """Background work until this peer shuts down."""
         self._unreachable = UnreachablePeers(self.book)
 
     # --- what routers and relays have to do with it -------------------------------------------------------------------
 
     @abstractmethod
     def announce(self, latest: bool = False) -> Announcement:
-        """What others are to know of the ways to this peer.
+        """What to tell others about how to call this peer.
 
         Args:
             latest: look at this machine's networks again.
@@ -150,7 +150,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def outer_hosts(self) -> set[str]:
-        """The hosts in front of this machine, such as its router: others behind them are neighbours."""
+        """The hosts in front of this machine, such as its router; other peers behind them are neighbours."""
 
     @abstractmethod
     async def find_way(self, address: Multiaddr, peer: PeerID) -> Stream:
@@ -162,11 +162,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def note_stream(self, stream: Stream) -> None:
-        """There is a connection with another peer."""
+        """A connection with another peer was made."""
 
     @abstractmethod
     def note_circuit(self, peer: PeerID) -> None:
-        """There is a new connection to a peer, through a relay or arranged by one."""
+        """A connection to a peer was made through a relay, or arranged by one."""
 
     @abstractmethod
     def note_relay(self, peer: PeerID, is_relay: bool) -> None:
@@ -174,7 +174,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def note_greeting(self, connection: Connection, hello: Hello) -> None:
-        """A peer has greeted this one, and what it says was taken in."""
+        """A peer has greeted this one, and its greeting was processed."""
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
@@ -198,13 +198,13 @@ class Endpoint(ABC):
         return self.announced() if peer == self.peer_id else self.address_book.get(peer)
 
     def seen_of(self, peer: PeerID) -> Multiaddr | None:
-        """Where a peer is seen that has connected to this one; through a relay only if it has no other connection."""
+        """Where a peer that has connected to this one is seen; through a relay only if it has no other connection."""
         direct = self.server.addresses_of(peer)
         streams = [connection.stream for connection in self.server.connections_of(peer)]
         return direct[0] if direct else next((stream.remote_address for stream in reversed(streams)), None)
 
     def judge_for(self, seen_at: Multiaddr | None) -> Judge:
-        """Says whether to dial an address at the word of somebody who is seen at another one."""
+        """The judge of addresses claimed by a peer that is seen at ``seen_at``."""
         return functools.partial(self._may_be_dialled_for, seen_at)
 
     def _may_be_dialled_for(self, seen_at: Multiaddr | None, address: Multiaddr) -> bool:
@@ -223,7 +223,7 @@ class Endpoint(ABC):
         )
 
     def _dials_relay_at(self, place: Multiaddr, relay: PeerID) -> bool:
-        """Whether this peer dials a relay at a place without having been told of a circuit there."""
+        """Whether this peer dials a relay at an address even without a circuit through it."""
         judge = self.address_book.judge_of(relay, place)
         is_known = place in self.address_book.peek(relay) and (judge is None or judge(place))
         return relay == self.peer_id or is_known
@@ -238,14 +238,14 @@ class Endpoint(ABC):
     def is_hopeless(self, peer: PeerID) -> bool:
         """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.
 
-        It says nothing of the networks of this machine, for the other peer may see how soon it is said.
+        It ignores the networks of this machine: the other peer could learn them from how soon the answer comes.
         """
         addresses = self.address_book.peek(peer)
         judge = self.judge_for(self.seen_of(peer))
         return bool(addresses) and not any(is_name(each) or judge(each) for each in addresses)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
-        """What a peer has in common with others of its host, see :mod:`shoal.net.addresses`; from any thread."""
+        """The host of a peer, see :mod:`shoal.net.addresses`; from any thread."""
         return self.address_book.host_of(peer)
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
@@ -260,7 +260,7 @@ class Endpoint(ABC):
         ]
 
     async def wait_for_at_least_n_peers(self, n_peers: int, attempts: int = 3, delay: float = 1) -> None:
-        """Wait until a number of peers are known.
+        """Wait until ``n_peers`` peers are known.
 
         Args:
             n_peers: the number of other peers.
@@ -300,26 +300,26 @@ class Endpoint(ABC):
         self.met[address] = peer
         if peer == self.peer_id:
             stream.abort()
-            raise DialError(f"{address}: this peer itself answers there")
+            raise DialError(f"{address}: this is the address of this peer itself")
         self.add_addresses(peer, [address])
         self.address_book.prefer(peer, address)
         self.pool.add(self.greet(stream))
         if peer != known:
             full = address.encapsulate(f"/p2p/{peer}")
             shown = short_form(address) or address
-            logger.info("peer %s answers at %s, its identity was not checked; to pin it: %s", peer, shown, full)
+            logger.info("peer %s answers at %s; its identity was not checked; to pin it: %s", peer, shown, full)
         return peer
 
     def _trains_with(self, peer: PeerID) -> bool:
         return peer in self.pool or self.behaviour.has_delivered(peer)
 
     def greet(self, stream: Stream) -> Connection:
-        """Speak on a stream, its own greeting first."""
+        """Wrap a stream in a connection that sends this peer's greeting first."""
         self.note_stream(stream)
         return Connection(stream, self.metrics, self.hello, self.on_hello, self.header_memory)
 
     def hello(self) -> Hello:
-        """What this peer tells first on each connection."""
+        """The greeting that this peer sends first on each connection."""
         addresses, reach, is_relay = self.announce()
         return Hello(
             [str(address) for address in addresses],
@@ -334,7 +334,7 @@ class Endpoint(ABC):
         )
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
-        """Learn from what another peer tells first."""
+        """Learn from another peer's greeting."""
         if hello.addresses and connection.remote != self.peer_id:
             judge = self.judge_for(connection.stream.remote_address)
             self.address_book.replace(connection.remote, hello.addresses, judge)
@@ -362,7 +362,7 @@ class Endpoint(ABC):
         return 0.0 if math.isinf(shortest) else shortest
 
     async def dial(self, peer: PeerID) -> Connection:
-        """A new connection, which the caller has to close; raises what :meth:`Dialler.dial` raises."""
+        """Make a new connection, which the caller has to close; raises what :meth:`Dialler.dial` raises."""
         if not self.is_alive:
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
@@ -371,7 +371,7 @@ class Endpoint(ABC):
         try:
             stream = await self.dialler.dial(peer)
         except NoReservationError:
-            # It may have other relays by now. Where it is no more, the dialler has forgotten.
+            # It may have other relays by now. The dialler has already forgotten the addresses that it has left.
             if not await self._look_up(peer):
                 raise
             stream = await self.dialler.dial(peer)
@@ -386,12 +386,12 @@ class Endpoint(ABC):
         return self.is_reachable(peer)
 
     def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
-        """A call to a peer that should be online has failed. After a few such failures the user is told, once.
+        """A call to a peer that should be online has failed. The user is told once, after a few failures.
 
         Args:
             error: how it failed.
             company: what both peers take part in, such as the name of a run.
-            sign_of_life: of that peer, such as the time of a record that it has published; it must grow with each sign.
+            sign_of_life: grows with each sign of life of that peer, such as the time of a record that it has published.
         """
         addresses = self.address_book.get(peer)
         self._unreachable.note_failure(peer, error, addresses, company=company, sign_of_life=sign_of_life)
@@ -399,11 +399,11 @@ class Endpoint(ABC):
     async def dial_without_greeting(
         self, peer: PeerID, address: Multiaddr | None = None, judge: Judge | None = None
     ) -> Connection:
-        """A connection on which this peer does not announce its addresses; the caller has to close it.
+        """Make a connection on which this peer does not announce its addresses; the caller has to close it.
 
         Args:
-            address: where; default: at all addresses that are known.
-            judge: whether the IP addresses of that one may be connected to.
+            address: where to dial; default: at all known addresses.
+            judge: whether to connect to the IP addresses of ``address``.
 
         Raises:
             DialError: the peer cannot be reached, or not at this address.
@@ -447,13 +447,13 @@ class Endpoint(ABC):
         """Call a unary handler at another peer.
 
         Args:
-            timeout: seconds for everything, dialling included; ``None`` = as long as the connection lives.
+            timeout: seconds in total, dialling included; ``None`` = as long as the connection lives.
             roles: in a private run, both sides need one of these.
 
         Raises:
             P2PHandlerError: the handler raised.
-            NotAMemberError: one of both sides may not take part in such a call.
-            P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
+            NotAMemberError: one of the sides may not take part in this call.
+            P2PDaemonError: the peer cannot be reached, the connection broke, or the peer has no such handler.
             TimeoutError: no answer in time.
         """
         async with asyncio.timeout(timeout):
@@ -518,7 +518,7 @@ class Endpoint(ABC):
 
 
 async def _await_late(asking: asyncio.Future[Any]) -> None:
-    """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
+    """Wait for an answer that nobody wants any more, to save a connection that could not be made again."""
     try:
         async with asyncio.timeout(30.0):  # longer than most calls may take
             await asking

@@ -1,9 +1,9 @@
 """How much of this peer others may take: connections, handshakes, memory, patience.
 
-Anybody on the internet may connect, and identities cost nothing. So where it makes sense there are two limits: one for
-each peer or host, so that a single greedy one leaves room for the rest, and one in total, so that a crowd cannot
-exhaust this machine. A peer over a limit is refused and told why. When everything is full, the connection that has
-been idle for longest goes first.
+Anybody on the internet may connect, and identities cost nothing. So most resources have two limits: one for each peer
+or host, so that a single greedy one leaves room for the rest, and one in total, so that a crowd cannot exhaust this
+machine. A peer over a limit is refused and told why. When everything is full, the connection that has been idle for
+longest is closed first.
 
 This module also raises the number of files and sockets that this process may have open.
 """
@@ -19,24 +19,24 @@ from typing import Any
 
 from shoal.peers.identity import PeerID
 
-# Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
+# Connections that this peer keeps open to another one at the same time; further calls wait their turn. Chosen: below
+# `Limits.connections_per_peer` of the other side.
 MAX_DIALLED_PER_PEER = 24
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a peer grants to others; each attribute is one limit. Numbers without a reason beside them are guesses."""
+    """The most that a peer grants to others; each attribute is one limit. All numbers are chosen."""
 
     files: int | None = None
     """Accepted connections of any kind in the whole process: with :attr:`answered`, at most half of the files that it
     may open, see :meth:`that_fit`. Over the limit, an unproven connection is closed."""
     answered: int = 512
-    """Connections that this peer opens to relays because they say that somebody wants to reach it: at most one for 32
-    files. Over the limit, the oldest of those that want most are given up."""
+    """Connections that this peer opens because relays say that somebody wants to reach it: at most one per 32 files.
+    Over the limit, the oldest of the requests that want most connections are given up."""
     handshakes_in_flight: int = 256
-    """Connections that have said nothing yet, and as many that have begun to prove who they are. Over the limit, the
-    host with the most of them loses its oldest: an honest handshake is over within a few round trips, a half-open one
-    never ends."""
+    """Connections that have sent nothing yet, and as many again in a handshake. Over the limit, the host with the most
+    of them loses its oldest: an honest handshake is over within a few round trips, a half-open one never ends."""
     handshakes_per_second: float = 100.0
     """Average rate from one host (an IPv4 address or an IPv6 /64); a handshake takes about a millisecond of a core."""
     handshake_burst: int = 500
@@ -47,9 +47,9 @@ class Limits:
     connections_per_peer: int = 32
     """Accepted connections of one peer; more than an honest peer opens at the same time."""
     refusals: int = 64
-    """Refused connections that are being told the reason at the same time; others are just cut."""
+    """Refused connections that are being told the reason at the same time; further ones are just cut."""
     header_bytes_per_peer: int = 8 * 2**20
-    """Memory for large headers that are still arriving from one peer; bytes that have not arrived take none."""
+    """Memory for large headers that are still arriving from one peer; only bytes that have arrived count."""
     header_bytes: int = 64 * 2**20
     """The same for all peers together."""
     seconds_for_header: float = 30.0
@@ -61,18 +61,17 @@ class Limits:
     seconds_for_write: float = 120.0
     """Time to take a few megabytes that this peer sends; a slower peer is taken to have stopped reading."""
     seconds_idle: float = 300.0
-    """Time without a call. Diallers close their idle connections earlier, so only odd peers reach this limit."""
+    """Time without a call. Diallers close their idle connections earlier, so ordinary peers never reach this limit."""
 
     @property
     def connections_of_strangers(self) -> int:
-        """The number of accepted connections from which on strangers find no free place."""
+        """The number of accepted connections from which strangers are turned away."""
         return self.connections - self.connections // 4
 
     def that_fit(self) -> Limits:
-        """The same limits, but with at most half of the files that this process may open.
+        """The same limits, scaled down to at most half of the files that this process may open.
 
-        Connections, handshakes, refusals and circuits all get less in proportion, so that none of them can take the
-        places of another.
+        Connections, handshakes, refusals and circuits all shrink in proportion, so that none can crowd out another.
         """
         files = open_file_limit()
         if files is None:
@@ -93,25 +92,25 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """What a relay grants to peers that cannot be called otherwise."""
+    """The most that a relay grants to peers that cannot be called otherwise. All numbers are chosen."""
 
     reservations: int = 128
-    """A relay that has granted half of them takes only peers that find no other one. Over the limit, a peer without any
-    relay gets the place of one that has another, or was not called for minutes; others are refused."""
+    """A relay that has granted half of them takes only peers that find no other relay. Over the limit, a peer without
+    any relay evicts one that has another relay, or that was not called for minutes; others are refused."""
     reservations_per_host: int = 16
-    """Friends behind one router of a provider share an address."""
+    """More than one: peers behind carrier-grade NAT share an address."""
     circuits: int = 256
     circuits_per_peer: int = 32
-    """That one peer has dialled; while half of all circuits are in use, also those of its whole public host."""
+    """Circuits dialled by one peer; while half of all circuits are in use, by its whole public host."""
     circuits_per_pair: int = 24
-    """That one peer has dialled towards the same other one; as many as it keeps open to a peer that it can reach."""
+    """Circuits from one peer to the same other one: :data:`MAX_DIALLED_PER_PEER`, as over direct connections."""
     rate: float | None = 6_250_000.0
-    """Bytes per second for all circuits together: what arrives leaves again, so a line carries this each way. Circuits
-    that move share it equally. ``None``: no limit, for machines that do nothing else."""
+    """Bytes per second for all circuits together, which an uplink carries in each direction. Busy circuits share it
+    equally. ``None``: no limit, for machines that do nothing else."""
     connects_per_second: float = 20.0
-    """Average rate at which those of one host may ask for circuits."""
+    """Average rate at which the peers of one host may ask for circuits."""
     connect_burst: int = 500
-    """How often at once."""
+    """How many such requests may come at once."""
 
     def that_fit(self) -> RelayLimits:
         """The same limits, but with no more circuits than the files of this process allow, see :class:`Limits`."""
@@ -122,7 +121,7 @@ class RelayLimits:
 
 
 DEFAULT_RELAY_LIMITS = RelayLimits()
-# The files that others take with the limits above; a circuit has two ends.
+# The files that others may take under the limits above; a circuit has two ends.
 _ALL_FILES = (
     DEFAULT_LIMITS.connections
     + 2 * DEFAULT_LIMITS.handshakes_in_flight
@@ -137,7 +136,7 @@ def _fitting(limit: int, default: int, share: float) -> int:
 
 
 def _answered(files: int) -> int:
-    """The files of a process that may be opened at the word of relays: at least as many as one caller asks for."""
+    """The files that a process may open on the word of relays: at least as many as one caller asks for."""
     return min(DEFAULT_LIMITS.answered, max(8, files // 32))
 
 
@@ -166,7 +165,7 @@ class HeaderMemory:
         return True
 
     def give_back(self, peer: PeerID, size: int) -> None:
-        """Release memory: the header has arrived, or will never."""
+        """Release memory: the header has arrived, or never will."""
         self.total -= size
         self.by_peer[peer] -= size
         if not self.by_peer[peer]:

@@ -1,11 +1,11 @@
 """A network inside one process: the same streams as over TCP, without sockets, for tests and simulations.
 
 Bytes arrive in order, after a delay that the network decides, in the time of the running loop. So a loop with virtual
-time runs a slow network in no time. ``shoal.testing`` builds a network with hosts, bandwidth and faults on top.
+time simulates a slow network in no time. ``shoal.testing`` builds a network with hosts, bandwidth and faults on top.
 
-Streams and sessions are pipes (:class:`PipeEnd`). The two ends of a session may be far apart, joined by a relay. So
-both sides of a handshake tell each other in-band who they are. Nobody in this process lies about that, so there are no
-keys and no encryption; the messages and the round trips are those of :mod:`~.tcp.handshake`::
+Streams and sessions are pipes (:class:`PipeEnd`). A relay may join two sessions, so both sides of a handshake tell each
+other in-band who they are. Nobody in this process lies about that, so there are no keys and no encryption; the messages
+and the round trips are those of :mod:`~.tcp.handshake`::
 
     dialler ► listener    hello
     listener ► dialler    peer id
@@ -46,7 +46,7 @@ from shoal.net.transport import (
 from shoal.peers.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-# How far a reader may be behind before the writer has to wait.
+# How far a reader may be behind before the writer has to wait. Chosen: about the socket buffers of a fast connection.
 WINDOW_BYTES = 4 * 2**20
 
 Piece = bytes | memoryview | None
@@ -59,7 +59,7 @@ class PipeEnd(Stream):
     other: PipeEnd
 
     def __init__(self, remote: PeerID | None, address: Multiaddr | None) -> None:
-        if remote is not None:  # otherwise somebody has to prove it first
+        if remote is not None:  # otherwise the handshake sets it
             self.remote = remote
         self.remote_address = address
         self._loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ class PipeEnd(Stream):
         return True
 
     def arrive(self, piece: Piece) -> None:
-        """A piece has come from the other end."""
+        """A piece has arrived from the other end."""
         if piece is None:
             self.end()
         elif not self._closed:
@@ -128,7 +128,7 @@ class PipeEnd(Stream):
             try:
                 await self._reader
             except asyncio.CancelledError:
-                # As over TCP: part of a message is gone, so the stream has lost its place. The reader knows that.
+                # As over TCP: part of a message is gone, so the stream is out of step. The reader knows that.
                 self.on_closed(None)
                 self.abort()
                 raise
@@ -213,7 +213,7 @@ _LENGTH = struct.Struct(">H")
 
 
 class MemorySession(Session):
-    """One end of a pipe on which nobody has said who it is."""
+    """One end of a pipe on which neither side has identified itself."""
 
     def __init__(self, end: PipeEnd, local: Multiaddr, remote: Multiaddr, *, punchable: bool = False) -> None:
         self.local_address, self.remote_address = local, remote
@@ -296,7 +296,7 @@ async def prove_on_pipe(
 
 
 async def meet_dialler(end: PipeEnd, identity: Identity, membership: Membership | None) -> bool:
-    """The listener's half of the handshake; returns whether somebody has said who it is. If not, the pipe has ended."""
+    """The listener's half of the handshake; returns whether the dialler identified itself. If not, the pipe ends."""
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             await _read(end, 0)
@@ -322,7 +322,7 @@ class PunchPort:
 
     Args:
         address: the port.
-        candidates: where it tries to connect to.
+        candidates: the addresses to which the owner tries to connect.
     """
 
     def __init__(self, address: Multiaddr, candidates: Sequence[Multiaddr]) -> None:
@@ -341,7 +341,7 @@ class PunchPort:
         return True
 
     def connected(self, session: MemorySession) -> None:
-        """There is a connection from or to this port."""
+        """A connection from or to this port was made."""
         if self._is_closed:
             session.abort()
             return
@@ -350,7 +350,7 @@ class PunchPort:
             self._waiter.set_result(None)
 
     async def next(self, end: float) -> MemorySession | None:
-        """The next connection; ``None`` if there is none until the end, in the time of the loop."""
+        """The next connection; ``None`` if none comes before ``end``, a time of the loop."""
         loop = asyncio.get_running_loop()
         while not self._found:
             left = end - loop.time()
@@ -361,7 +361,7 @@ class PunchPort:
         return self._found.pop(0)
 
     def close(self) -> None:
-        """Drop what nobody has asked for, and whatever comes later."""
+        """Drop connections that nobody has taken, and all later ones."""
         self._is_closed = True
         for session in self._found:
             session.abort()
@@ -378,7 +378,7 @@ class MemoryStream(PipeEnd):
 
     Args:
         local, far: the peers between which the bytes travel.
-        remote: who is known to be at the other side.
+        remote: the peer that is known to be at the other side.
     """
 
     def __init__(
@@ -476,7 +476,7 @@ class MemoryNetwork:
         return MemorySession(near, local, address, punchable=punchable)
 
     def make_pipe(self, here: PeerID, there: PeerID) -> tuple[PipeEnd, PipeEnd]:
-        """A connection between two peers on which nobody has said who it is."""
+        """A connection between two peers on which neither side has identified itself."""
         near, far = MemoryStream(self, here, there, None), MemoryStream(self, there, here, None)
         near.other, far.other = far, near
         return near, far
@@ -484,7 +484,7 @@ class MemoryNetwork:
     async def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
     ) -> AsyncGenerator[MemorySession, None]:
-        """Connect the port of a session to those candidates that punch too: here is nothing between any two peers."""
+        """Connect the port of a session to those candidates that punch too; this network has no routers in between."""
         address = cast("Multiaddr", session.local_address)
         port, owner = PunchPort(address, candidates), source.identity.peer_id
         self._punching[address] = (port, owner)
@@ -519,7 +519,7 @@ class MemoryTransport(Transport):
         self._listening: list[Multiaddr] = []
         self._told: list[Multiaddr] = []
         self.expectations = ExpectedSessions()
-        """The sessions that others are to open."""
+        """Sessions that others are expected to open."""
         self._work = TaskSet()
 
     def supports(self, address: Multiaddr) -> bool:
@@ -529,14 +529,14 @@ class MemoryTransport(Transport):
         if "memory" not in address:  # the default: any address will do
             address = self.free_address(address)
         if address in self._network.listeners:
-            raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
+            raise P2PDaemonError(f"cannot listen on {address}: another peer listens there")
         self._network.listeners[address] = (self, on_stream)
         self._listening.append(address)
         self._told.append(address)
         return [address]
 
     def free_address(self, wanted: Multiaddr) -> Multiaddr:
-        """The address to listen on if this one is asked for."""
+        """The address to listen on when ``wanted`` was asked for."""
         return self._network.new_address()
 
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
@@ -546,7 +546,7 @@ class MemoryTransport(Transport):
         return await self._network.connect(self, address, expected_peer)
 
     def show_badges(self, near: PipeEnd, far: PipeEnd, listener: MemoryTransport) -> None:
-        """What the handshake of :mod:`~.tcp.handshake` does, as the one who dials.
+        """Exchange badges as the handshake of :mod:`~.tcp.handshake` does; this side is the dialler.
 
         Raises:
             NotAMemberError: the listener and this peer are not of one run.

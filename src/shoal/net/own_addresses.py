@@ -1,7 +1,7 @@
 """Addresses of this machine, and which of them to tell others.
 
 A machine has many addresses, and most are useless to others: loopback, container bridges, networks of virtual
-machines. The address of the default route comes first, then other real networks, then bridges and VPNs, and loopback
+machines. The address of the default route ranks first, then other real networks, then bridges and VPNs, and loopback
 last. Addresses change when a laptop moves. So this module looks again from time to time, and whenever a connection is
 bound to an address that it did not see the last time.
 """
@@ -22,8 +22,9 @@ from shoal.base.bounded import Bounded
 from shoal.base.logs import get_logger, setting
 from shoal.peers.multiaddr import Multiaddr
 
-LOOK_AGAIN_SECONDS = 15.0
-# What routers on the internet do not lead to: private use, carriers' routers, self-assigned, the same in IPv6.
+LOOK_AGAIN_SECONDS = 15.0  # chosen: a moved laptop notices soon, and a look takes about a millisecond
+# Networks that the internet does not route: private (RFC 1918), carrier-grade NAT (RFC 6598), self-assigned (RFC 3927),
+# and the same in IPv6 (RFC 4193, RFC 4291).
 _OF_ONE_NETWORK = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -31,9 +32,10 @@ _OF_ONE_NETWORK = tuple(
         *("fc00::/7", "fe80::/10"),
     )
 )
-# Of one peer, which it announces and others remember.
+# The most addresses that a peer announces and that others remember of it. Chosen.
 MAX_ADDRESSES_PER_PEER = 8
 
+# Public name servers; nothing is sent to them, see `source_of_default_route`.
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 _VIRTUAL_NAME = re.compile(
     r"(docker|br-|veth|virbr|lxc|lxd|cni|cali|flannel|podman|vmnet|vboxnet|bridge\d{2,}|vnic"
@@ -41,14 +43,14 @@ _VIRTUAL_NAME = re.compile(
 )
 _VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
 
-# What an address is good for, the best first. ROUTED: the default route uses it. PLUGGED: another network. VIRTUAL: a
-# container bridge, a virtual machine or a VPN. UNCONFIGURED: self-assigned (link-local). LOOPBACK: this machine alone.
-# SPARE: it leads to the same place as another address, so others are not told of it.
+# Ranks of addresses, the best first. ROUTED: the default route uses it. PLUGGED: another network. VIRTUAL: a container
+# bridge, a virtual machine or a VPN. UNCONFIGURED: self-assigned (link-local). LOOPBACK: this machine alone. SPARE: it
+# leads to the same place as another address, so others are not told of it.
 ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
 
 
 def is_of_one_network(ip: str) -> bool:
-    """Whether an IP address means something in one network or on one machine alone."""
+    """Whether an IP address is valid only within one network or one machine."""
     parsed = ipaddress.ip_address(ip)
     return parsed.is_loopback or any(parsed in network for network in _OF_ONE_NETWORK)
 
@@ -60,7 +62,7 @@ class OwnAddress:
     ip: str
     rank: int
     prefix: int | None = None
-    """Leading bits that hosts of its network have in common; ``None``: it has no network."""
+    """Length of the network's prefix in bits; ``None`` = it has no network."""
 
     @property
     def is_ipv6(self) -> bool:
@@ -99,8 +101,7 @@ def _has_ipv6() -> bool:
 def look_at_interfaces() -> list[OwnAddress]:
     """The addresses of this machine, the best first.
 
-    All IPv6 addresses of one interface are equally good, and temporary ones come and go: one is kept, the rest are
-    spare.
+    All IPv6 addresses of one interface are equally good, and temporary ones come and go, so all but one are spare.
     """
     routed = {source for family in _FAR_AWAY if (source := source_of_default_route(family)) is not None}
     found: list[OwnAddress] = []
@@ -129,7 +130,7 @@ def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
     parsed = ipaddress.ip_address(ip)
     if parsed.is_loopback:
         return LOOPBACK
-    # In IPv6 every interface has one, and it works only together with the name of the interface.
+    # In IPv6 every interface has a link-local address, and it works only together with the name of the interface.
     if parsed.is_link_local:
         return SPARE if parsed.version == 6 else UNCONFIGURED
     return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
@@ -156,7 +157,7 @@ class OwnAddresses:
         self.looks = 0
         """How often it has looked: caches of derived data compare it."""
         self._all: list[OwnAddress] = []
-        # By IP address: whether it is inside, since the last look.
+        # Cache by IP address: whether it is inside; cleared by each look.
         self._inside: Bounded[str, bool] = Bounded()
         self.lost: set[str] = set()
         """Addresses that this machine no longer has."""
@@ -169,7 +170,7 @@ class OwnAddresses:
         return ip in self or ipaddress.ip_address(ip).is_loopback
 
     def is_inside(self, ip: str) -> bool:
-        """Whether an IP address is of this machine or of one of its networks."""
+        """Whether an IP address belongs to this machine or to one of its networks."""
         is_inside = self._inside.get(ip)
         if is_inside is None:
             parsed = ipaddress.ip_address(ip)
@@ -178,9 +179,9 @@ class OwnAddresses:
         return is_inside
 
     def is_elsewhere(self, ip: str) -> bool:
-        """Whether an IP address is private, and of no network of this machine.
+        """Whether an IP address is private and outside all networks of this machine.
 
-        A VPN may give an address without a network. Others of its kind may then be near.
+        A VPN may give this machine an address without a network. Other addresses of that kind may then be near.
         """
         parsed = ipaddress.ip_address(ip)
         kind = next((network for network in _OF_ONE_NETWORK if parsed in network), None)
@@ -194,9 +195,9 @@ class OwnAddresses:
     def in_order_to_dial(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here: near ones, then global ones in the order given.
 
-        A loopback address is left out if the peer is on another machine, where it would lead to another process; and
-        so are private addresses of other networks, and IPv6 if this machine has none. What is the only thing known is
-        tried all the same, unless the peer has others, such as those at relays.
+        Left out are: a loopback address if the peer is on another machine, where it would lead to another process;
+        private addresses of other networks; and IPv6 if this machine has none. If nothing else is known they are tried
+        all the same, unless the peer has other addresses, such as those at relays.
         """
         by_distance: dict[int, list[Multiaddr]] = {}
         is_here = any(self._distance(address, is_here=False) == 0 for address in addresses)
@@ -250,7 +251,7 @@ class OwnAddresses:
         return now - self._looked_at >= LOOK_AGAIN_SECONDS and self.look(now)
 
     def look_if_unknown(self, ip: str, now: float) -> bool:
-        """Like :meth:`look`, if a connection of this machine has an address that was not there before."""
+        """Like :meth:`look`, if the last look did not see this address, to which a connection is bound."""
         return ip not in self and not ipaddress.ip_address(ip).is_loopback and self.look(now)
 
 

@@ -2,8 +2,7 @@
 
 Besides the full form of :mod:`~shoal.peers.multiaddr` there is a short one, ``203.0.113.7:31337``,
 ``[2001:db8::7]:31337`` or ``example.org:31337``. It does not say which peer is there, so it stands for any peer that
-answers there. Where a list of addresses is expected, a text with several of them is as good, and quotes, commas and
-line ends around them do not matter.
+answers there. A list of addresses may also be one text; quotes, commas and line ends around the addresses are ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from shoal.peers.identity import PeerID, is_circuit, split_peer_address
 from shoal.peers.multiaddr import Multiaddr, shown_address
 
 Target = tuple[Multiaddr, "PeerID | None"]
-"""Where a peer is, and which one; ``None``: any that answers there."""
+"""An address and the peer expected there; ``None`` = any peer."""
 
 LOCAL = "local"
-"""In place of an address: all peers in the local network."""
-# The port of ``shoal dht``, if it is free.
+"""Stands for all peers in the local network, in place of an address."""
+# The port of ``shoal dht``, if it is free. Chosen, see :data:`shoal.cli.dht.FIRST_PORT`.
 USUAL_PORT = 31337
 
 _QUOTES = "\"'`“”‘’«»"
@@ -33,7 +32,7 @@ _LIKE_IPV4 = re.compile(r"[0-9.]+")
 
 
 def split_addresses(given: Any, name: str = "initial_peers") -> list[str | Multiaddr]:
-    """The single addresses in what a user has given: a list, or a text with one or several of them.
+    """Split what a user has given into single addresses: a list, or a text with one or more of them.
 
     Raises:
         TypeError: it is neither.
@@ -48,7 +47,7 @@ def split_addresses(given: Any, name: str = "initial_peers") -> list[str | Multi
             found.append(each)
         elif isinstance(each, str):
             pieces = [_AROUND.sub("", piece) for piece in re.split(r"[\s,]+", each.strip())]
-            found += [piece for piece in pieces if piece] or [""]  # nothing is no address: a variable may be unset
+            found += [piece for piece in pieces if piece] or [""]  # an empty text is an error: a variable may be unset
         else:
             raise TypeError(f"{name} must contain str or Multiaddr, got {each!r}")
     return found
@@ -83,7 +82,7 @@ def _what_is_missing(text: str) -> str:
     if "://" in text:
         return f"leave out {one_line(text.partition('://')[0][:20])}://, and {forms}"
     if ":" in host and not host.startswith("["):
-        return "an IPv6 address stands in brackets before its port, such as [2001:db8::7]:31337"
+        return "put an IPv6 address in brackets before its port, such as [2001:db8::7]:31337"
     if host and port.isdigit():
         return "a port is a number up to 65535"
     if _is_ip(text) or "." in text:
@@ -110,12 +109,12 @@ def read_addresses(given: Any, name: str) -> list[Multiaddr]:
 
 
 def read_targets(given: Any, name: str = "initial_peers", *, may_be_local: bool = False) -> list[Target]:
-    """The places and peers that addresses stand for.
+    """Parse addresses into targets.
 
-    A full address without a peer id is refused: most likely its end got lost, and with it what it promises.
+    A full address without a peer id is refused: most likely its end got lost, and with it the check of the identity.
 
     Args:
-        may_be_local: skip :data:`LOCAL`, which stands for no certain peer; otherwise it is an error.
+        may_be_local: skip :data:`LOCAL`, which stands for no particular peer; otherwise it is an error.
 
     Raises:
         TypeError, ValueError: as for :func:`split_addresses` and :func:`read_address`.
@@ -140,12 +139,12 @@ def _read_target(given: str | Multiaddr) -> Target:
 
 
 def wants_local(given: Any, name: str = "initial_peers") -> bool:
-    """Whether peers in the local network are meant, too."""
+    """Whether the user also wants peers in the local network."""
     return LOCAL in split_addresses(given, name)
 
 
 def short_form(address: Multiaddr) -> str | None:
-    """The short form of an address; ``None`` if it has none, as one that leads through a relay."""
+    """The short form of an address; ``None`` if it has none, such as an address that leads through a relay."""
     items = address.items()
     if is_circuit(address) or len(items) not in (2, 3) or items[1][0] != "tcp":
         return None

@@ -4,24 +4,23 @@ Each side has one :class:`ResumableCall` for the task. Its user exchanges messag
 ``on_gone`` that the other peer is gone, with the error that says why. A broken connection alone is no such error.
 
 *Generations.* Any number of calls may carry the task, and all of them belong to one generation. When one breaks, the
-peer that notices it cuts the others, because they take the same way, and starts the next generation::
+peer that notices it cuts the others, because they take the same path, and starts the next generation::
 
-    caller ── the generation, and what has not come here ──► callee
-    caller ◄──────────────────── what has not come there ─── callee
+    caller ── the generation, and what has not arrived here ──► callee
+    caller ◄──────────────────── what has not arrived there ─── callee
 
-From then on both send what the other one lacks, and nothing else. The lists are made when all older calls have ended,
-so nothing comes twice and nothing is lost. A peer that hears of a newer generation follows at once. If both make calls,
+From then on each side sends only what the other one lacks. The lists are made when all older calls have ended, so
+nothing arrives twice and nothing is lost. A peer that hears of a newer generation follows at once. If both make calls,
 each restarts its own.
 
-*Return.* The callee can only wait for the caller to call again. It asks whether the caller lives, and tells it what is
-broken. A refused connection means that the program is gone. Otherwise the caller has ``RESUME_SECONDS`` to come back,
-and ``RETURN_SECONDS`` while it shows life.
+*Return.* The callee can only wait for the caller to call again. It asks whether the caller is alive, and tells it what
+is broken. A refused connection means that the program is gone. Otherwise the caller has ``RESUME_SECONDS`` to come
+back, or ``RETURN_SECONDS`` while it shows signs of life.
 
-*Silence.* A connection may break without a sign, as when a router forgets it. While a call has nothing to carry, both
-sides show every second that the connection works. When nothing comes for ``SILENT_SECONDS``, the other peer is asked
-over a new connection. If it answers and the call stays silent, the call is cut on both sides and restarts like after
-any other break. If it does not answer, nothing is cut: its machine may only be slow. After several questions without
-an answer it is gone.
+*Silence.* A connection may break without a sign, as when a router forgets it. Both sides send a heartbeat every second
+while a call has nothing to carry. If nothing arrives for ``SILENT_SECONDS``, the other peer is probed over a new
+connection. If it answers and the call stays silent, the call is cut on both sides and restarts as after any other
+break. If it does not answer, nothing is cut: its machine may only be slow. After several unanswered probes it is gone.
 """
 
 from __future__ import annotations
@@ -57,29 +56,29 @@ logger = logging.getLogger(__name__)
 MAX_DIALS = 3
 # The pause before the first repeated dial, in seconds.
 REDIAL_PAUSE = 0.1
-# Seconds after which no dial is repeated: a peer that has not answered by then will hardly answer at all.
+# Seconds after which no dial is repeated: a peer that has not answered by then is unlikely to answer at all.
 REDIAL_WITHIN = 2.0
-# Both limits grow by this factor if the peer answered and the connection broke then, which is usually chance.
+# Both limits grow by this factor if the peer answered and the connection then broke, which is usually chance.
 ANSWERED_FACTOR = 2
 # Seconds that a peer has to come back after its connection broke, unless it is known to be dead.
 RESUME_SECONDS = 3.0
-# The same while it shows life in some other way. A router that has forgotten its connections may leave it unreachable
-# until its relays hear of it again.
+# The same while it shows life in some other way. A router that forgot its connections may leave it unreachable until
+# its relays hear from it again.
 RETURN_SECONDS = 15.0
 # The most generations of calls for one task.
 MAX_RESUMES = 16
-# Each side of a call that has nothing to carry shows this often that the connection works.
+# Seconds between heartbeats on a call that has nothing to carry.
 PULSE_SECONDS = 1.0
-# A call on which nothing comes for this long is silent.
+# A call on which nothing arrives for this long is silent.
 SILENT_SECONDS = 4 * PULSE_SECONDS
-# Seconds that a peer has to answer over a new connection before it is asked again.
+# Seconds that a peer has to answer over a new connection before it is probed again.
 ANSWER_SECONDS = SILENT_SECONDS
-# A peer shows life this many times within the time after which it would be given up.
+# A live peer shows a sign of life this many times within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
 
 GIVEN_UP = "has given this member up"
 
-# What another peer can cause here by failing.
+# Errors that another peer can cause here by failing.
 _FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError, ValueError, RuntimeError)
 
 
@@ -88,35 +87,35 @@ class SupersededError(ShoalError):
 
 
 class PeerLeftError(P2PDaemonError):
-    """The other peer answers that it does nothing more for the task."""
+    """The other peer says that it does nothing more for the task."""
 
 
 class GaveUpError(PeerLeftError):
-    """The other peer has given this one up, and nothing else is wrong with it."""
+    """The other peer has given up on this one; nothing else is wrong with it."""
 
 
 class PeerSilentError(TimeoutError):
-    """The other peer did not answer several questions whether it lives."""
+    """The other peer left several liveness probes unanswered."""
 
 
 class LifeAnswer(NamedTuple):
-    """What the other peer answers to a question about the task."""
+    """The answer to a :class:`LifeQuestion`."""
 
     has_begun: bool
-    """It has begun the task."""
+    """Whether it has begun the task."""
     has_given_up: bool
-    """It exchanges nothing more with the peer that asks."""
+    """Whether it has given up on the peer that asks."""
     why_over: str | None
-    """Why it makes no more calls of the exchange; ``None``: it may."""
+    """Why it makes no more calls of the exchange; ``None`` = it still may."""
     why_unlinked: str | None
-    """Why it does not hold a link to the peer that asks any more; ``None``: it may."""
+    """Why it no longer holds a link to the peer that asks; ``None`` = it still may."""
 
 
 class LifeQuestion(NamedTuple):
-    """Asks a peer whether it lives, and tells it which calls have broken."""
+    """A liveness probe, which also tells which calls have broken."""
 
     resume: int = 0
-    """All calls of the exchange have broken whose generation is smaller than this."""
+    """All calls of the exchange in generations below this one have broken."""
     is_link_broken: bool = False
 
 
@@ -127,26 +126,26 @@ class AskPeer(Protocol):
 
 
 class Contents(Protocol):
-    """What the calls of an exchange carry. It knows what has not come, on either side."""
+    """What the calls of an exchange carry. It knows what has not arrived yet, on either side."""
 
     heard_at: float
     """Loop time of the other peer's last message."""
 
     def is_awaited(self) -> bool:
-        """Whether the other peer has not delivered everything, or has not said so."""
+        """Whether the other peer has yet to deliver everything, or to say that it has."""
 
     def is_incomplete(self) -> bool:
         """Whether the other peer still has something to send."""
 
     def excuse(self) -> None:
-        """The other peer lives and has nothing left to deliver, but its last word was lost."""
+        """Stop waiting: the other peer is alive and has delivered everything, but its last message was lost."""
 
     def restart(self, *, own: bool, others: bool) -> None:
         """Prepare for new calls; all older ones have ended.
 
         Args:
-            own: whether this peer makes calls again.
-            others: whether the other one does, as far as this peer knows.
+            own: whether this peer calls again.
+            others: whether the other peer calls again, as far as this one knows.
         """
 
     def count_calls(self, round_trip: float) -> int:
@@ -154,13 +153,13 @@ class Contents(Protocol):
 
 
 class Life(Protocol):
-    """What is known of the life of a peer whose connection broke."""
+    """Signs of life of a peer whose connection broke."""
 
     def is_heard(self) -> bool:
-        """Whether anything has come from it in the last ``RESUME_SECONDS``, in whatever way."""
+        """Whether anything has arrived from it in the last ``RESUME_SECONDS``, in any way."""
 
     def has_come_after(self, moment: float) -> bool:
-        """Whether it came over a new connection after a moment of the loop, while another one was broken."""
+        """Whether it came back over a new connection after this time of the loop, while another one was broken."""
 
 
 @asynccontextmanager
@@ -194,7 +193,7 @@ async def open_patiently(
 async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]], life: Life) -> AsyncIterator[Call]:
     """Open a call to a peer whose connection has just broken.
 
-    It is dialled for ``RESUME_SECONDS``, and while it is heard for ``RETURN_SECONDS``.
+    It is dialled for ``RESUME_SECONDS``, or for ``RETURN_SECONDS`` while it shows signs of life.
 
     Raises:
         RefusedDialError: it is dead.
@@ -220,10 +219,10 @@ async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]],
 
 
 def _is_death(error: BaseException, life: Life, since: float) -> bool:
-    """Whether a failed dial shows that a peer is dead whose connection broke at ``since``.
+    """Whether a failed dial shows that a peer whose connection broke at ``since`` is dead.
 
-    Not if it has just come over a new connection: its relays may not know it again yet, and another machine may have
-    its address in the private network of this one.
+    Not if it has just come back over a new connection: its relays may not know it yet, and another machine may have its
+    address in the private network of this one.
     """
     lives = life.has_come_after(since - RESUME_SECONDS) and life.is_heard()
     return isinstance(error, RefusedDialError) and not lives
@@ -231,7 +230,7 @@ def _is_death(error: BaseException, life: Life, since: float) -> bool:
 
 @dataclass
 class _Ear:
-    """When something came on a call for the last time, as far as anybody has looked."""
+    """When something last arrived on a call, as of the last look."""
 
     received: int
     since: float
@@ -240,13 +239,13 @@ class _Ear:
 
 
 class WatchedCalls:
-    """Calls between two peers, and whether anything comes on them."""
+    """Calls between two peers, and whether anything arrives on them."""
 
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
         self._ears: dict[Call, _Ear] = {}
         self.are_arranged = False
-        """Relays have brought the newest of them about, or carry it."""
+        """Whether a relay arranged the newest of them, or carries it."""
 
     @contextmanager
     def watching(self, call: Call) -> Iterator[None]:
@@ -260,12 +259,12 @@ class WatchedCalls:
             del self._ears[call]
 
     def look(self) -> None:
-        """Show life on calls that have nothing to carry, and note on which of them something has come."""
+        """Send heartbeats on calls that have nothing to carry, and note on which calls something has arrived."""
         for call, ear in self._ears.items():
             stream = call.connection.stream
             if not call.sent_end:
                 call.connection.show_life()
-            # What nobody reads stays on its way, so that shows nothing.
+            # While nobody reads, nothing arrives, so that proves nothing.
             if stream.received != ear.received:
                 ear.heard_at = self._now()
             if stream.received != ear.received or not stream.is_awaited or stream.closed:
@@ -277,32 +276,32 @@ class WatchedCalls:
 
     @property
     def heard_at(self) -> float:
-        """When something came on a call that still lasts, as far as anybody has looked."""
+        """When something last arrived on a call that is still open, as of the last look."""
         return max((ear.heard_at for ear in self._ears.values()), default=-math.inf)
 
     @property
     def silent(self) -> list[Call]:
-        """Calls on which nothing comes."""
+        """Calls on which nothing has arrived for ``SILENT_SECONDS``."""
         limit = self._now() - SILENT_SECONDS
         return [call for call, ear in self._ears.items() if ear.since <= limit]
 
     def cut(self, *, older_than: float = 0.0) -> None:
-        """Cut all calls that have lasted for this many seconds."""
+        """Cut all calls that are at least this many seconds old."""
         limit = self._now() - older_than
         _cut([call for call, ear in self._ears.items() if ear.begun <= limit])
 
 
 def _cut(calls: list[Call]) -> None:
-    """Let calls end as if their connections had broken."""
+    """End calls as if their connections had broken."""
     for call in calls:
         call.connection.stream.abort()
 
 
-# More than 15 attributes: generations, the return of a peer, and its silence depend on each other.
+# It has many attributes, because generations, the return of a peer and its silence depend on each other.
 class ResumableCall:
     """The calls between this peer and another one about one task: those of an exchange, and one *link*.
 
-    On a link the one follows the other; it is a single call that is simply made again.
+    On a link one peer follows the other: a single call that is simply made again when it breaks.
 
     Args:
         stub: calls the other peer.
@@ -325,12 +324,12 @@ class ResumableCall:
         self._can_be_called = can_be_called
         self.generation = 0
         """How often the calls of the exchange have restarted. Never smaller than ``_lost``."""
-        # The newest generation of which a call has broken; -1: none has.
+        # The newest generation in which a call has broken; -1 = none has.
         self._lost = -1
-        # Set while the other peer has made a call of a newer generation than the lost one.
+        # Set once the other peer has made a call of a newer generation than the lost one.
         self._returned = asyncio.Event()
         self.is_calling = False
-        """This peer makes calls of the exchange, and makes them again when they break."""
+        """Whether this peer makes calls of the exchange, and makes them again when they break."""
         self.is_over = False
         """The task is over: nothing restarts any more."""
         self.is_given_up = False
@@ -339,10 +338,10 @@ class ResumableCall:
         """The other peer did not answer several questions whether it lives."""
         self.calls, self.link = WatchedCalls(), WatchedCalls()
         self._heard_at = self._came_at = -math.inf
-        # What runs on the calls of the present generation; all of it has ended when `_cutting` is done.
+        # The work on the calls of the present generation; all of it has ended when `_cutting` is done.
         self._work: dict[asyncio.Future[None], None] = {}
         self._cutting: asyncio.Future[None] | None = None
-        # What looks after the calls, until `close`. Dictionaries as ordered sets: simulations repeat exactly.
+        # Tasks that look after the calls until `close`. Sets here keep their order, so that simulations repeat exactly.
         self._helpers = TaskSet()
         self._asking: asyncio.Task[None] | None = None
 
@@ -360,12 +359,12 @@ class ResumableCall:
             self._helpers.start(self._watch(silence))
 
     def close(self) -> list[asyncio.Future[None]]:
-        """Start nothing more; returns what still runs, to be cancelled."""
+        """Start nothing more; returns the futures that still run, for the caller to cancel."""
         self.is_over = True
         return [*self._helpers, *([] if self._cutting is None else [self._cutting])]
 
     def note_life(self, *, is_new: bool = False) -> None:
-        """The other peer lives.
+        """The other peer has shown a sign of life.
 
         Args:
             is_new: it came over a new connection, while another one is broken.
@@ -384,9 +383,9 @@ class ResumableCall:
         return heard_at > asyncio.get_running_loop().time() - RESUME_SECONDS
 
     async def _watch(self, limit: float) -> None:
-        """Ask the other peer whether it lives when it has sent nothing for a while; report it if it does not answer.
+        """Probe the other peer when it has sent nothing for a while; report it if it does not answer.
 
-        It is asked more than once, because a single question may get lost.
+        It is probed more than once, because a single probe may get lost.
         """
         now = asyncio.get_running_loop().time
         last_sign, unanswered = now(), 0
@@ -406,7 +405,7 @@ class ResumableCall:
             except P2PHandlerError:  # even an error shows that it lives
                 last_sign = now()
             except _FAILURES as e:
-                logger.debug("asked a peer whether it lives: %r", e)
+                logger.debug("probed a quiet peer: %r", e)
                 self._stub.dial_anew()
                 await asyncio.sleep(asked + patience - now())
                 unanswered = unanswered + 1 if self._last_message() < asked else 0
@@ -423,7 +422,7 @@ class ResumableCall:
                 self._asking = self._helpers.start(self._cut_if_alive())
 
     async def _cut_if_alive(self) -> None:
-        """Cut what is silent if the other peer answers over a new connection."""
+        """Cut silent calls if the other peer answers over a new connection."""
         if self.is_over:  # nobody needs these calls any more
             _cut([*self.calls.silent, *self.link.silent])
             return
@@ -433,7 +432,7 @@ class ResumableCall:
             if not (await self._ask(LifeQuestion(), ANSWER_SECONDS)).has_begun:
                 return
             self.note_life(is_new=True)
-            # What it has said before may still be on its way.
+            # Earlier messages may still be in flight.
             await asyncio.sleep(PULSE_SECONDS / 2)
             self.calls.look()
             self.link.look()
@@ -443,7 +442,7 @@ class ResumableCall:
                 _cut([*exchange, *link])
                 await self._ask(LifeQuestion(generation + 1 if exchange else 0, bool(link)), ANSWER_SECONDS)
         except _FAILURES as e:
-            logger.debug("asked a silent peer whether it lives: %r", e)
+            logger.debug("probed a silent peer: %r", e)
 
     def hear_question(self, question: LifeQuestion) -> None:
         """The other peer asks about the task. It may know of broken calls that still seem to work here."""
@@ -520,8 +519,8 @@ class ResumableCall:
 
     @contextmanager
     def ending(self, call: Call, generation: int) -> Iterator[None]:
-        """The block waits for the end of a call on which everything was sent. If it breaks before, the exchange
-        restarts: perhaps not all has come there, and the other peer does not know that nothing more comes."""
+        """Wait inside this block for the end of a call on which everything was sent. If the call breaks first, the
+        exchange restarts: the other peer may lack something, and does not know that nothing more comes."""
         try:
             with self.calls.watching(call):
                 yield
@@ -540,10 +539,10 @@ class ResumableCall:
             self._returned.clear()
             if not self.calls.are_arranged:
                 self._stub.dial_anew()
-            else:  # one connection is for the question whether the other peer lives, which comes first
+            else:  # one connection is for the liveness probe, which comes first
                 count = self.contents.count_calls(self._stub.round_trip) if self.is_calling else 0
                 self._stub.replace_arranged(1 + count)
-            # A peer that does not call the other one anyway has to tell it, and to find out whether it lives.
+            # A peer that does not call the other one anyway has to tell it, and to find out whether it is alive.
             if self.contents.is_awaited() or not self.is_calling:
                 self._helpers.start(self._await_return(generation))
         if self.is_calling:
@@ -564,7 +563,7 @@ class ResumableCall:
         """Wait for a peer whose connection broke, for longer if it shows life in some other way.
 
         Returns:
-            Why it is given up; ``None``: it has come back, or it lives and has nothing to come back for.
+            Why it is given up; ``None``: it has come back, or it is alive and has nothing to come back for.
         """
         now = asyncio.get_running_loop().time
         begun = now()
@@ -601,7 +600,7 @@ class ResumableCall:
             await asyncio.sleep(REDIAL_PAUSE)
 
     async def _run(self, generation: int, work: Coroutine[Any, Any, None]) -> None:
-        """Do something on a call of a generation; it is cut when the next generation begins.
+        """Run work on a call of a generation; it is cut when the next generation begins.
 
         Raises:
             SupersededError: it was cut.

@@ -34,21 +34,21 @@ MEMBERS_ONLY = "only members may call this: give the DHT of this process the aut
 
 @dataclass(eq=False, slots=True)
 class _Accepted:
-    """An accepted connection: the call on it, and when it last gave a sign of life."""
+    """An accepted connection: the call on it, and when it last showed a sign of life."""
 
     connection: Connection
     heard_at: float
-    """When the caller was heard last; without a call: since when there is none."""
+    """When the caller was last heard; without a call: when the last one ended."""
     call: Call | None = None
     """The call in progress, if its handler runs."""
     is_patient: bool = False
-    """The handler has its own time limits."""
+    """Whether the handler has its own time limits, see :func:`~shoal.net.service.patient`."""
     received: int = 0
-    """Bytes that had arrived when they were looked at last."""
+    """Bytes that had arrived at the last check."""
     is_idle: bool = False
     """It waits for the next call."""
     is_leaving: bool = False
-    """It was dropped, but its task has not ended yet: it takes no place any more, and cannot give it to another one."""
+    """It was dropped, but its task has not ended yet: it no longer takes a place, so it has none to give up."""
 
     @property
     def is_unused(self) -> bool:
@@ -63,7 +63,7 @@ class _Accepted:
         self.received = self.connection.stream.received
 
     def find_fault(self, now: float, limits: Limits) -> str | None:
-        """Why it is to be dropped, if it takes too long for something."""
+        """Why it must be dropped, if it takes too long for something."""
         stream = self.connection.stream
         if 0 < self.connection.header_since < now - limits.seconds_for_header:
             return "too slow with a header"
@@ -71,7 +71,7 @@ class _Accepted:
             return "silent in a call"
         if 0 < self.connection.writing_since < now - limits.seconds_for_write:
             return "does not read"
-        # The caller may be unable to make another arranged one.
+        # Arranged connections stay: the caller may be unable to make another one.
         if self.is_idle and self.heard_at < now - limits.seconds_idle and not stream.is_arranged:
             return "idle for too long"
         return None
@@ -119,12 +119,12 @@ class Server:
         self.handlers: dict[str, Handler] = {}
         """Handlers by their names on the wire."""
         self.gate: Gate | None = None
-        """Decides who may call them; without it everybody may."""
+        """Decides which peers may call them; ``None`` = all."""
         self.membership: Membership | None = None
         """The private run to which others must belong; ``None``: the run is open."""
         self._accepted: dict[asyncio.Task[None], _Accepted] = {}
         self._by_peer: dict[PeerID, dict[Connection, _Accepted]] = {}
-        # What tells peers why they are refused.
+        # Tasks that tell peers why they are refused.
         self._refusals: dict[asyncio.Task[None], Stream] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._warn_seldom = Seldom(logger.warning)
@@ -135,12 +135,12 @@ class Server:
 
     @property
     def connection_count(self) -> int:
-        """How many of them there are."""
+        """The number of :attr:`connections`."""
         return len(self._accepted)
 
     @property
     def idle_count(self) -> int:
-        """Those that carry none at the moment."""
+        """The number of connections that carry no call at the moment."""
         return sum(each.is_idle for each in self._accepted.values())
 
     @property
@@ -158,7 +158,7 @@ class Server:
         return list(self._by_peer.get(peer, ()))
 
     def addresses_of(self, peer: PeerID) -> tuple[Multiaddr, ...]:
-        """Where the direct connections of a peer come from, the latest first: a relayed one comes from its relay."""
+        """Where a peer's direct connections come from, the latest first. A relayed one would show the relay instead."""
         streams = [connection.stream for connection in reversed(self._by_peer.get(peer, {}))]
         return tuple(each.remote_address for each in streams if each.remote_address is not None and not each.is_relayed)
 
@@ -287,7 +287,7 @@ class Server:
             await call.send_failure(CallFailure(code=REFUSED, text=reason, is_final=True))
             await call.drain()
         except (ShoalError, asyncio.CancelledError):
-            return  # the peer has left, or sends nonsense: nobody is there to read the reason
+            return  # the peer has left, or sends nonsense: nobody will read the reason
         finally:
             connection.abort()
 
@@ -363,7 +363,7 @@ class Server:
         return call.clean
 
     def _log_handler_error(self, name: str, caller: PeerID, error: Exception) -> None:
-        """Errors that shoal raises on purpose concern the caller; anything else is a defect on this side."""
+        """Log a handler's error. Errors that shoal raises on purpose concern the caller; others are defects here."""
         expected = isinstance(error, ShoalError)
         log = logger.debug if expected else self._warn_seldom
         log("%s, called by %s: %s", name, caller, quoted(error))
@@ -402,11 +402,11 @@ class Server:
         stream.abort()  # this cancels the task that serves the connection
 
     def has_arranged(self) -> bool:
-        """Whether somebody who cannot dial this peer by itself has a direct connection to it."""
+        """Whether a peer has a direct connection to this one that a relay arranged."""
         return any(each.stream.is_arranged and not each.closed for each in self.connections())
 
     def cut(self, is_unwanted: Callable[[Stream], bool], reason: str) -> None:
-        """End the connections that are unwanted from now on; the handlers on them are cancelled."""
+        """End the connections that are no longer wanted; the handlers on them are cancelled."""
         for each in [each for each in self._accepted.values() if is_unwanted(each.connection.stream)]:
             self._drop(each, reason)
 
@@ -428,12 +428,13 @@ class Server:
 
 
 async def _tell_stranger(stream: Stream, error: NotAMemberError) -> None:
-    """Tell a peer that is no member why it is refused: nothing of this peer but that, and read nothing of it."""
+    """Tell a peer that is no member why it is refused. It learns nothing else of this peer, and nothing it sends is
+    parsed."""
     failure = CallFailure(code=NOT_A_MEMBER, type=error.reason, text=f"{error}. {ADVICE}", is_final=True)
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT):
             await stream.write(pack(Kind.ERROR, failure, end=True))
-            # Closing with unread bytes would reset the connection, and the reason would be lost on its way.
+            # Closing with unread bytes would reset the connection and lose the reason in flight.
             await stream.read_exactly_into(memoryview(bytearray(READ_STEP_BYTES)))
     except (TimeoutError, StreamClosedError, asyncio.CancelledError):
         return  # it has left, or says too much

@@ -43,7 +43,7 @@ from shoal.peers.identity import PeerID
 
 @dataclass(frozen=True)
 class P2PContext:
-    """Who calls whom."""
+    """The two sides of a call, and the caller's rights."""
 
     handle_name: str
     local_id: PeerID
@@ -68,7 +68,7 @@ class Method:
     is_patient: bool = False
     """The method has its own time limits for a silent caller, see :func:`patient`."""
     roles: Roles = Roles.TRAIN
-    """Who may call it in a private run, and be called: peers with one of these roles."""
+    """In a private run, both caller and callee need one of these roles."""
 
     @property
     def is_streaming(self) -> bool:
@@ -84,7 +84,7 @@ class Handler:
 
 
 class Gate(Protocol):
-    """Decides who may call what, once per connection."""
+    """Decides which peers may call which handlers, once per connection."""
 
     def guards(self, handle: str) -> bool:
         """Whether only members may call this handler."""
@@ -98,7 +98,7 @@ class Gate(Protocol):
 
 
 class Peer(Protocol):
-    """On whose behalf methods are served, and called at others."""
+    """The peer that serves methods, and calls those of others."""
 
     peer_id: PeerID
 
@@ -112,7 +112,7 @@ class Peer(Protocol):
         *,
         roles: Roles = Roles.TRAIN,
     ) -> H:
-        """Call a method that takes one message and gives one."""
+        """Call a method that takes one message and returns one."""
 
     def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AbstractAsyncContextManager[Call]:
         """Call a method with any number of messages."""
@@ -130,7 +130,7 @@ class Peer(Protocol):
         """Let the next call to a peer be made over a new connection."""
 
     def replace_arranged(self, peer: PeerID, count: int) -> None:
-        """The same for connections that relays have brought about: make others at once, for all calls together."""
+        """The same for connections that relays have arranged: make new ones at once, for all calls together."""
 
     def note_silence(self, peer: PeerID) -> None:
         """A connection to a peer has fallen silent."""
@@ -223,7 +223,7 @@ class StubBase:
     def __getattr__(self, name: str) -> Any:
         for method in methods_of(self.servicer):
             if method.name == name:
-                # Not kept here: a stub that refers to itself would wait for the garbage collector after each call.
+                # Not cached: a stub that refers to itself would wait for the garbage collector after each call.
                 return self._make_caller(method)
         raise AttributeError(f"{self.servicer.__name__} has no remote method {name}")
 
@@ -233,15 +233,15 @@ class StubBase:
         return self._p2p.round_trip_to(self.peer)
 
     def dial_anew(self) -> None:
-        """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
+        """Let the next call be made over a new connection: idle ones may have broken without a sign."""
         self._p2p.drop_idle(self.peer)
 
     def replace_arranged(self, count: int) -> None:
-        """The same for connections that relays have brought about; ``count`` new ones are made at once."""
+        """The same for connections that relays have arranged; ``count`` new ones are made at once."""
         self._p2p.replace_arranged(self.peer, count)
 
     def note_silence(self) -> None:
-        """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
+        """A connection to the other peer has fallen silent, so others to it, or to relays, may be broken, too."""
         self._p2p.note_silence(self.peer)
 
     def context_of(self, method: str) -> P2PContext:
@@ -293,7 +293,7 @@ class ServicerBase:
             p2p: the peer that serves.
             wrapper: object whose methods replace those of this one, such as an access check; a method that returns
                 ``None`` refuses to answer.
-            namespace: tells this object apart from others of the same class.
+            namespace: distinguishes this object from others of the same class.
             balanced: accepted for compatibility: one object serves all calls of a name.
 
         Raises:
@@ -340,9 +340,9 @@ async def receive_only(call: Call, message_type: type[H], name: str) -> H:
 
 
 async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> None:
-    """Serve one call of a method that takes a stream, gives one, or both.
+    """Serve one call of a method that takes a stream, returns one, or both.
 
-    A method gives a stream if it is an asynchronous generator, or a coroutine that returns an asynchronous iterator.
+    A method returns a stream if it is an asynchronous generator, or a coroutine that returns an asynchronous iterator.
     """
     method = handler.method
     assert method.request_type is not None
@@ -361,7 +361,7 @@ async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> No
         return
     async with AsyncExitStack() as stack:
         if hasattr(result, "aclose"):
-            # Close it also if the caller leaves while an item is being sent.
+            # Close it even if the caller leaves while an item is being sent.
             await stack.enter_async_context(aclosing(result))
         async for response in result:
             await call.send(response)
@@ -369,9 +369,9 @@ async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> No
 
 
 class Responses(AsyncIterator[Header]):
-    """The answers of a method that gives a stream; the call begins when the first item is asked for.
+    """The answers of a method that returns a stream; the call begins when the first item is requested.
 
-    Closing or dropping this object ends the call. Some programs await it first; that changes nothing.
+    Closing or dropping this object ends the call. Some programs await it first, which changes nothing.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Responses(AsyncIterator[Header]):
         await self._exchange.aclose()
 
     async def only(self, timeout: float | None) -> Header:
-        """The answer of a method that gives exactly one.
+        """The answer of a method that returns exactly one.
 
         Raises:
             ProtocolError: there is no answer, or more than one.

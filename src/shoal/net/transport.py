@@ -1,17 +1,17 @@
-"""What every transport offers, and the messages on it.
+"""The interface of every transport, and the messages on it.
 
 A transport makes authenticated, ordered, reliable, flow-controlled byte streams between two peers. Everything else
-uses only :class:`Stream` and :class:`Transport`, so a new way to reach a peer (a relay, QUIC, a simulated network) is
-one more implementation and no change elsewhere.
+uses only :class:`Stream` and :class:`Transport`, so a new way to reach a peer (QUIC, a simulated network) is one more
+implementation and no change elsewhere.
 
 A message is a fixed prefix, a small typed header, and a payload that is never parsed::
 
     version  kind  flags   header length  payload length
     u8       u8    u16     u32            u32              big-endian, 12 bytes
-    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes of it: only an end
+    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes: only an end
     payload: raw bytes, such as a part of a tensor, sent from and received into the caller's memory
 
-Sizes are checked before memory is taken for them.
+Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""
 
 VERSION = 2
-# A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
+# Chosen, like the sizes below. A header is decoded in one piece from memory, so it is small; a payload goes straight to
+# its destination.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
 # Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm.
@@ -63,18 +64,18 @@ class Stream(ABC):
     remote_address: Multiaddr | None
     """Where the other side is seen from here, as far as the transport knows."""
     shown_badge: bytes = b""
-    """What the other side has shown as its badge, if it has dialled; not checked yet."""
+    """The badge that the other side has shown, if it has dialled; not checked yet."""
     badge: Badge | None = None
-    """Its badge, once that was found good; ``None`` in an open run."""
+    """The other side's badge, once it was checked; ``None`` in an open run."""
     local_address: Multiaddr | None = None
     """This end's address and port as this machine sees them, as far as the transport knows."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
     via: PeerID | None = None
-    """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
+    """The relay that carries it, which sees only the number of bytes; ``None`` = a direct connection."""
 
     is_arranged = False
-    """It is direct, but a relay has brought it about: while no relay can, there will be no other like it."""
+    """Whether it is direct, but was arranged by a relay: without a relay it cannot be replaced."""
 
     @property
     def is_relayed(self) -> bool:
@@ -89,7 +90,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """The connection is over: nothing can be written, and only bytes that have arrived can be read."""
+        """Whether the connection is over: nothing can be written, and only bytes that have arrived can be read."""
 
     @abstractmethod
     async def write(self, *buffers: Buffer) -> None:
@@ -100,9 +101,9 @@ class Stream(ABC):
         """
 
     def write_if_free(self, data: bytes) -> bool:
-        """Send a few bytes unless that would have to wait for earlier ones; returns whether they are sent.
+        """Send a few bytes unless that would have to wait for earlier ones; returns whether they were sent.
 
-        Nobody may be writing.
+        Do not call it while another task writes.
         """
         return False
 
@@ -124,7 +125,7 @@ class Stream(ABC):
     def limit_backlog(self, nbytes: int | None) -> None:  # noqa: B027
         """Let at most about this many bytes wait unsent while the other side is slow; ``None`` restores the default.
 
-        For work that is shared among several streams: no other stream can take over bytes that wait here.
+        This is for work shared among several streams: no other stream can take over bytes that wait here.
         """
 
     @abstractmethod
@@ -147,22 +148,22 @@ class Stream(ABC):
 OnStream = Callable[[Stream], None]
 
 HANDSHAKE_TIMEOUT = 5.0
-"""Seconds for connecting and proving both identities; also how long a listener waits for an unproven dialler."""
-COOKIE_BYTES = 32
+"""Seconds to connect and prove both identities; also how long a listener waits for an unproven dialler. Chosen."""
+COOKIE_BYTES = 32  # 256 bits, which nobody can guess
 COOKIE_SECONDS = 10.0
-"""How long the listener waits for the session that a cookie announces."""
+"""How long the listener waits for the session that a cookie announces. Chosen."""
 
 
 ROUND_TRIP = 0.1
-"""Seconds, where nobody has measured it."""
+"""Assumed seconds where it was not measured. Chosen: between two continents."""
 
 
 class Session(ABC):
     """A raw two-way byte pipe on which nobody has proven anything yet.
 
-    It is opened towards an ordinary listening port with a cookie that the listener has given away before, or results
-    from a punch. Later it is read as a stream (:meth:`Transport.authenticate`, :meth:`Transport.receive`) or joined to
-    another one (:class:`Splice`); each of these takes it over.
+    It is opened to an ordinary listening port with a cookie that the listener has given out before, or results from a
+    punch. Later it becomes a stream (:meth:`Transport.authenticate`, :meth:`Transport.receive`) or is joined to another
+    session (:class:`Splice`); each of these takes it over.
     """
 
     local_address: Multiaddr | None
@@ -181,12 +182,12 @@ class Session(ABC):
         """
 
     def write_some(self, data: Buffer) -> int:
-        """Send what needs no waiting; returns the number of these bytes."""
+        """Send as much as goes without waiting; returns the number of bytes sent."""
         return 0
 
     @abstractmethod
     async def read_exactly(self, size: int) -> bytes:
-        """The next bytes; not one more is taken off the wire, because what follows may be for somebody else.
+        """The next bytes. No more are taken off the wire, because what follows may be for another reader.
 
         Raises:
             StreamClosedError: the connection ended before.
@@ -201,16 +202,16 @@ class Session(ABC):
         """
 
     def is_broken_off(self) -> bool:
-        """Whether the other side has reset the connection, as far as that shows while nobody reads."""
+        """Whether the other side has reset the connection, as far as can be seen while nobody reads."""
         return False
 
     @abstractmethod
     def abort(self) -> None:
-        """End the connection now. Does nothing to a session that has been taken over."""
+        """End the connection now. Does nothing once the session was taken over."""
 
 
 class ExpectedSessions:
-    """Cookies that this peer has given away, and who waits for their sessions."""
+    """Cookies that this peer has given out, and the futures that wait for their sessions."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, asyncio.Future[Session]] = {}
@@ -238,12 +239,12 @@ class ExpectedSessions:
         return future
 
     def take(self, cookie: bytes) -> asyncio.Future[Session] | None:
-        """Who waits for this cookie; ``None`` if nobody does. A cookie is taken once."""
+        """The future that waits for this cookie, or ``None``. A cookie is taken once."""
         future = self._waiting.pop(cookie, None)
         return None if future is None or future.done() else future
 
     def meet(self, cookie: bytes, session: Session) -> None:
-        """Hand a session to the side that waits for it; end it if none does."""
+        """Hand a session to the future that waits for it; end it if there is none."""
         future = self.take(cookie)
         if future is None:
             session.abort()
@@ -251,7 +252,7 @@ class ExpectedSessions:
             future.set_result(session)
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting for all sessions."""
         for future in [*self._waiting.values()]:
             future.cancel()
 
@@ -263,7 +264,7 @@ def abort_late(future: asyncio.Future[Stream]) -> None:
 
 
 def _ignore() -> None:
-    """Nobody is interested."""
+    """Do nothing."""
 
 
 ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_ignore)
@@ -271,8 +272,8 @@ ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_i
 
 
 MAY_CONNECT: ContextVar[Callable[[Multiaddr], bool] | None] = ContextVar("MAY_CONNECT", default=None)
-"""Asked by :meth:`Transport.dial` and :meth:`Transport.open_session` about each IP address, also about those to which a
-host name leads; ``None``: every address may be connected to."""
+"""Asked by :meth:`Transport.dial` and :meth:`Transport.open_session` about each IP address, resolved ones included;
+``None`` = connect to any address."""
 
 
 class Throttle(ABC):
@@ -280,18 +281,18 @@ class Throttle(ABC):
 
     @abstractmethod
     def take(self, nbytes: int) -> float:
-        """Count bytes that have arrived on one half; returns the seconds for which that half must not read on."""
+        """Count bytes that have arrived on one half; returns the seconds for which that half must pause reading."""
 
 
 class Splice:
-    """Two sessions, each of which sends what arrives on the other one.
+    """Joins two sessions: each sends what arrives on the other one.
 
-    Bytes are neither looked at nor kept: while one side does not take them, the other one is not read from. An end of
-    either side ends both.
+    Bytes are neither inspected nor stored: while one side takes none, the other one is not read. When either side ends,
+    both end.
 
     Args:
-        throttle: how fast bytes may arrive on each.
-        idle_seconds: it also ends when neither has moved for this long.
+        throttle: limits how fast bytes may arrive on each.
+        idle_seconds: it also ends when nothing has moved for this long.
     """
 
     def __init__(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
@@ -301,7 +302,7 @@ class Splice:
         self._moved_at = self._now()
 
     async def run(self) -> None:
-        """Copy until the end."""
+        """Copy until one side ends."""
         first, second = self._ends
         ways = [asyncio.ensure_future(self._copy(*ends)) for ends in ((first, second), (second, first))]
         look_seconds = min(first.look_seconds, second.look_seconds)
@@ -334,11 +335,11 @@ class Transport(ABC):
     membership: Membership | None = None
     """The private run that this peer takes part in; ``None`` for an open one."""
     is_behind_routers = False
-    """It is one of real networks, whose routers may be asked to forward a port."""
+    """Whether it uses real networks, whose routers may be asked to forward a port."""
     is_proxied = False
-    """Connections to the outside go through a proxy, so that nobody can punch."""
+    """Whether connections to the outside go through a proxy, so that punching is impossible."""
     arrivals = 0
-    """How many connections others have made to this peer, whether or not they have proven who they are."""
+    """How many connections others have made to this peer, proven or not."""
     on_addresses_changed: Callable[[], object] | None = None
     """Called when the addresses of this peer have changed, so that others know outdated ones."""
 
@@ -370,8 +371,8 @@ class Transport(ABC):
         """
 
     def is_inside(self, address: Multiaddr) -> bool:
-        """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
-        what hosts elsewhere can reach."""
+        """Whether an address belongs to this machine or to one of its own networks. Peers there cannot tell what hosts
+        elsewhere can reach."""
         return True
 
     def is_here(self, address: Multiaddr) -> bool:
@@ -379,14 +380,14 @@ class Transport(ABC):
         return True
 
     def is_elsewhere(self, address: Multiaddr) -> bool:
-        """Whether an address is a private one of a network that this machine is not part of."""
+        """Whether an address is a private one in a network that this machine is not part of."""
         return False
 
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here, in the order to try them.
 
         Args:
-            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+            have_others: whether there are other ways to that peer, so that unlikely addresses can be left out.
         """
         return [address for address in addresses if self.supports(address)]
 
@@ -412,19 +413,18 @@ class Transport(ABC):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         """From now on, accept one session with this cookie. Cancelling the future ends that.
 
-        Nothing else answers to a cookie: it is good for one session. The side that has given it away no longer waits
-        after :data:`COOKIE_SECONDS`; then the future is cancelled.
+        A cookie is good for one session. The future is cancelled after :data:`COOKIE_SECONDS`.
         """
 
     @abstractmethod
     async def open_session(
         self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
     ) -> Session:
-        """Open a session towards the listening port of somebody who has given away this cookie.
+        """Open a session to the listening port of the peer that has given out this cookie.
 
         Args:
-            punchable: from a fresh local port that :meth:`punch` can use meanwhile.
-            beside: from the local port of this punchable session.
+            punchable: open it from a fresh local port, which :meth:`punch` can use at the same time.
+            beside: open it from the local port of this punchable session.
 
         Raises:
             DialError: nobody answers there.
@@ -448,12 +448,12 @@ class Transport(ABC):
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
 
         Args:
-            session: may belong to somebody else by now.
-            seconds: after which it ends.
-            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
+            session: gives the port; it may have been taken over by now.
+            seconds: how long to try.
+            round_trip: seconds to the other side and back through the relay; pauses between attempts depend on it.
 
         Yields:
-            Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
+            Each connection, whose other side has proven nothing yet. It ends after ``seconds``, or when closed.
         """
 
     @abstractmethod
@@ -462,13 +462,13 @@ class Transport(ABC):
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1  # facts about the sender; the first message of each side
     OPEN = 2  # start of a call; names the handler
     ITEM = 3  # one message of the call
     ERROR = 4  # the call has failed; ends the sender's side
-    ALIVE = 5  # nothing else is to be said at present: shows that the connection works
+    ALIVE = 5  # heartbeat: shows that the connection works
 
 
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
@@ -497,8 +497,8 @@ class Header(msgspec.Struct):
     """
 
 
-# Types of fields: decoding refuses values that no honest peer can mean, NaN and infinity among them. Beyond this
-# number, a float can no longer count in ones.
+# Types of fields: decoding refuses values that no honest peer can mean, NaN and infinity among them. Above this number
+# a float cannot represent every integer.
 MOST = 2**53
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
@@ -530,7 +530,7 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
 
 
 def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
-    """Prefix and header of a message; the payload is to follow. Without a header, the message is only an end.
+    """Prefix and header of a message; the payload follows. Without a header, the message is only an end.
 
     Raises:
         ValueError: the message is too large to send.
@@ -580,11 +580,11 @@ def parse_prefix(raw: bytes | bytearray) -> Prefix:
 
 
 async def read_new(stream: Stream, size: int, take_memory: Callable[[int], object] | None = None) -> bytearray:
-    """Receive a number of bytes into new memory, which grows only as they arrive.
+    """Receive bytes into new memory, which grows only as they arrive.
 
     Args:
-        take_memory: called before memory beyond the first step, which every peer may have, is taken. It gets the size,
-            never more than has arrived already, and raises if that is too much.
+        take_memory: called with the size before memory beyond the first step is allocated, never for more than has
+            arrived already. It raises if that is too much.
     """
     data = bytearray(min(size, READ_STEP_BYTES))
     filled = 0
@@ -600,9 +600,9 @@ async def read_new(stream: Stream, size: int, take_memory: Callable[[int], objec
         data.extend(bytes(more))
 
 
-# --- frames: what is said on a session before it becomes a stream or is joined to another one -------------------------
+# --- frames: messages on a session before it becomes a stream or is joined to another one -----------------------------
 
-# They are sent in the clear, by somebody who has proven nothing, so they are small: addresses, and that it begins.
+# They are sent in the clear by a peer that has proven nothing, so they are small: a few addresses. Chosen.
 MAX_FRAME_BYTES = 2048
 _LENGTH = struct.Struct(">H")
 
@@ -633,7 +633,7 @@ async def send_frame(session: Session, header: Header) -> None:
 
 
 async def receive_frame(session: Session, header_type: type[H]) -> H:
-    """Receive a frame of a certain type; nothing behind it is read.
+    """Receive a frame of a certain type; nothing after it is read.
 
     Raises:
         ProtocolError: something else arrived.

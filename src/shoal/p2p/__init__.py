@@ -1,9 +1,9 @@
-"""A peer on the network: :class:`P2P` puts the rooms below together.
+"""A peer on the network: :class:`P2P` (:mod:`~.p2p`) puts the packages below together.
 
-- :mod:`shoal.peers` says who a peer is, and :mod:`shoal.access` who may take part in a private run.
+- :mod:`shoal.peers` has identities and addresses, and :mod:`shoal.access` decides who may take part in a private run.
 - :mod:`shoal.net` has streams and calls between two peers, :mod:`shoal.reach` the ways to peers behind routers.
 - A peer starts by reaching its first peers, or says why it cannot (:mod:`~.joining`); :mod:`~.local_network` finds
-  those next door.
+  those in the local network.
 - In a private run, :mod:`~.revocation` keeps out peers that were expelled.
 """
 

@@ -36,8 +36,7 @@ def parse_peer_addresses(initial_peers: Any) -> list[Target]:
     return list(dict.fromkeys([*targets, *relays]))
 
 
-# Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
-# Chosen.
+# Chosen: dials per address. Only a connection that broke is dialled again, because that may be chance; pauses double.
 DIAL_ATTEMPTS = 4
 FIRST_PAUSE_SECONDS = 0.1
 
@@ -48,10 +47,10 @@ async def reach_first(
     """Try all addresses at once; return when the first one is connected.
 
     Args:
-        advise: what else to say about an address that nobody could reach.
+        advise: adds advice about an address at which no peer was reached.
 
     Raises:
-        BootstrapError: none was connected within ``limit`` seconds; it says why, for each address.
+        BootstrapError: none was connected within ``limit`` seconds; it says why for each address.
     """
     broken: dict[Target, InterruptedDialError] = {}
     tasks = {target: asyncio.ensure_future(_keep_trying(target, reach, broken)) for target in targets}
@@ -80,13 +79,13 @@ async def reach_first(
 def advise_on_private(
     transport: Transport, announced: Sequence[Multiaddr], address: Multiaddr, *, port_stays: bool
 ) -> str:
-    """What to do about an address that cannot be reached, if it is private and of another network; empty otherwise.
+    """What to do about an unreachable address that is private and in another network; empty for other addresses.
 
     Two machines can only find each other through one that both can call, so it says which address to give instead.
 
     Args:
-        announced: what this peer tells others.
-        port_stays: it has a port that the user has chosen.
+        announced: the addresses that this peer announces.
+        port_stays: whether the user has chosen this peer's port.
     """
     if not transport.is_elsewhere(address):
         return ""
@@ -115,7 +114,7 @@ async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, Interr
         try:
             return await reach(address, peer)
         except InterruptedDialError as e:
-            broken[target] = e  # the verdict, if the time limit comes before a better one
+            broken[target] = e  # the verdict if no better one comes before the time limit
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
     return await reach(address, peer)
 
@@ -134,11 +133,11 @@ def _advice(task: asyncio.Future[None], target: Target, advise: Callable[[Multia
 
 
 def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:
-    """What is wrong with this peer if another one cannot dial it, and what its user can do.
+    """Why another peer cannot dial this one, and what its user can do.
 
     Args:
         witness: the peer that has tried.
-        announced: the addresses it has tried, without ``/p2p``.
+        announced: the addresses that it has tried, without ``/p2p``.
         seen_at: where the witness sees this peer; empty if it does not know.
     """
     where = ", ".join(announced) or "any address, because it announces none"
@@ -166,7 +165,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
 
 
 def _ip_seen(text: str) -> IP | None:
-    """The IP address in what another peer claims, or ``None``: the claim may be anything."""
+    """The IP address in another peer's claim; ``None`` if there is none, because the claim may be anything."""
     try:
         return ip_of(Multiaddr(text))
     except ValueError:

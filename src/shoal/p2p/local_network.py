@@ -1,9 +1,8 @@
 """Finding peers in the local network without an address, by multicast DNS (RFC 6762, RFC 6763).
 
 Each peer announces its id and where it listens, but nothing about its runs, and hears what others announce. All of them
-use one kind of service: which peers belong together shows when they connect. An announcement is no proof, so the peer
-that answers there has to have that id. The package zeroconf speaks the protocol; its pure Python loop is the one of
-this peer.
+use one kind of service; which peers belong together shows when they connect. An announcement proves nothing, so the
+peer that answers there must prove that id. The package zeroconf speaks the protocol, in the event loop of this peer.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from shoal.peers.multiaddr import Multiaddr
 logger = logging.getLogger(__name__)
 
 SERVICE = "_shoal._tcp.local."
-# Chosen.
+# Chosen, like the limits below. How long a service has to answer.
 ASK_SECONDS = 3.0
-# Anybody in the network can announce any number of peers.
+# The most peers to remember: anybody in the network can announce any number of them.
 MAX_PRESENT = 64
-# How many are asked at a time, and how many wait for that: those that never answer must not fill the memory.
+# How many services are asked at a time, and how many wait: those that never answer must not fill the memory.
 MAX_ASKED, MAX_WAITING = 64, 1024
 CANNOT_LOOK = "this machine cannot look for peers in its local network now: %s. It tries again"
 _ID = b"id"
 
 
 def check_can_look_around() -> None:
-    """Check that the package is there which finds peers in the local network.
+    """Check that the package for finding peers in the local network is installed.
 
     Raises:
         ModuleNotFoundError: it is not; the text says how to install it.
@@ -65,19 +64,19 @@ class LocalNetwork:
         self._announces = announces
         self._on_found = on_found
         self.present: dict[PeerID, list[Multiaddr]] = {}
-        """The peers that are announced at present, and where."""
-        self._names: dict[str, PeerID] = {}  # of the services of those peers
+        """The peers that are announced at present, with their addresses."""
+        self._names: dict[str, PeerID] = {}  # by the name of its service
         self._zeroconf: Any = None
         self._module: Any = None
         self._announced: list[Multiaddr] | None = None
         self._asking: dict[asyncio.Task[None], None] = {}
-        self._waiting: dict[str, Any] = {}  # the names of services that are to be asked, and through what
+        self._waiting: dict[str, Any] = {}  # by the name of a service to ask: the zeroconf object to ask through
         self._life: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._warn_seldom = Seldom(logger.warning)
 
     async def start(self) -> None:
-        """Begin to announce and to look, until :meth:`close`. A machine without a network may get one later.
+        """Announce this peer and look for others until :meth:`close`. A machine without a network may get one later.
 
         Raises:
             ValueError: the peer is not on a real network, as in a simulation.
@@ -89,20 +88,20 @@ class LocalNetwork:
         self._life = asyncio.get_running_loop().create_task(self._follow_moves())
 
     async def close(self) -> None:
-        """Take the announcement back, and look no more."""
+        """Withdraw the announcement, and stop looking."""
         if self._life is not None:
             await cancel_and_wait(self._life)
         await self._end()
 
     async def _follow_moves(self) -> None:
-        """Sockets and announcements are those of the networks of this machine, which change."""
+        """Open new sockets and announce again whenever the networks of this machine change."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
             try:
                 if self._zeroconf is None or self._own() != self._announced:
                     await self._end()
                     await self._open()
-            except Exception as e:  # zeroconf has kinds of its own, and this peer keeps looking
+            except Exception as e:  # zeroconf has errors of its own, and this peer keeps looking
                 self._warn_seldom(CANNOT_LOOK, f"{type(e).__name__}: {e}")
 
     def _own(self) -> list[Multiaddr]:
@@ -118,7 +117,7 @@ class LocalNetwork:
             from zeroconf import DNSQuestionType
 
             core = self._zeroconf.zeroconf
-            # Answers to all: one to a port that several programs share would reach only one of them.
+            # Answers must go to the group: several programs share the port, and a direct answer reaches only one.
             browser = self._module.AsyncServiceBrowser
             browser(core, SERVICE, handlers=[self._note], question_type=DNSQuestionType.QM)
             if own and self._announces:
@@ -130,7 +129,7 @@ class LocalNetwork:
             await self._end()
 
     def _described(self, own: Sequence[Multiaddr]) -> Any:
-        """What others are told: all addresses with the port of the first one; loopback only if there is no other."""
+        """The announcement: all addresses with the port of the first one; loopback only if there is no other."""
         port = own[0]["tcp"]
         told = [each for each in own if each["tcp"] == port]
         told = [each for each in told if not is_loopback(each)] or told
@@ -147,7 +146,7 @@ class LocalNetwork:
     async def _end(self) -> None:
         self._waiting.clear()
         await cancel_and_wait(*self._asking)
-        # After a move those of the network before are elsewhere, and nothing tells when they end.
+        # After a move the peers of the old network are out of sight, and nothing tells when they end.
         self.present.clear()
         self._names.clear()
         ended, self._zeroconf = self._zeroconf, None
@@ -171,7 +170,7 @@ class LocalNetwork:
             self._ask_next()
 
     def _ask_next(self) -> None:
-        """Ask those that wait for their turn, the first ones first."""
+        """Ask the services that wait, in order."""
         while self._waiting and len(self._asking) < MAX_ASKED:
             name = next(iter(self._waiting))
             task = asyncio.get_running_loop().create_task(self._ask(self._waiting.pop(name), name))
@@ -188,7 +187,7 @@ class LocalNetwork:
         try:
             info = self._module.AsyncServiceInfo(SERVICE, name)
         except BadTypeInNameException:  # anybody can announce any name
-            logger.debug("%s is announced in this network, and is no name of a service", quoted(name))
+            logger.debug("%s is announced in this network, but is not the name of a service", quoted(name))
             return
         if not await info.async_request(zeroconf, ASK_SECONDS * 1000, question_type=DNSQuestionType.QM):
             return
@@ -196,7 +195,7 @@ class LocalNetwork:
             peer = PeerID.from_base58((info.properties.get(_ID) or b"").decode())
             addresses = _addresses_of(info)
         except ValueError as e:
-            logger.debug("%s is announced in this network, and is no peer: %s", name, e)
+            logger.debug("%s is announced in this network, but is not a peer: %s", name, e)
             return
         if peer.public_key is None or peer == self._endpoint.peer_id or not addresses:
             return

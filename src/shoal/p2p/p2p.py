@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 class P2P(Endpoint):
     """A peer. Made by :meth:`create`; lives in one event loop.
 
-    This is the one place where connections, ways through routers and membership are put together.
+    Connections, ways through routers and membership are put together only here.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class P2P(Endpoint):
     ) -> None:
         super().__init__(transport, rng, metrics, idle_timeout, limits, dials_relays=options.use_relay, name=name)
         self.port_stays = False
-        """It listens at a port that the user has chosen."""
+        """Whether it listens at a port that the user has chosen."""
         self.members: RevocationExchange | None = None
-        """Keeps who is expelled from the run."""
+        """Keeps and spreads the list of expelled peers."""
         self.relay = RelayServer(self, relay, relay_limits)
-        """Joins connections of others, if this peer is a relay."""
+        """Carries connections of others, if this peer is a relay."""
         self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
-        """Finds direct ways where others lead through relays."""
+        """Finds direct ways to peers that are reached through relays."""
         self.circuits = OutgoingCircuits(self, self.relay, self.punching, lambda: self.outlook.public_addresses())
         """Dials through relays."""
         self.upgrades = ConnectionUpgrades(self, self.circuits)
@@ -75,7 +75,7 @@ class P2P(Endpoint):
         self.reservations = RelayClient(
             self, self.answering.answer, [*options.trusted_relays], lambda: self.outlook.update()
         )
-        """The relays through which others reach this peer, while that is wanted."""
+        """Holds the relays through which others reach this peer, while it needs them."""
         self.outlook = ReachabilityManager(self, options, self.relay, self.reservations, self.circuits)
         """Finds out whether others can call this peer."""
         self.clock.add_own(self.peer_id)
@@ -125,18 +125,16 @@ class P2P(Endpoint):
             transport: a way to reach peers other than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
-            relay: always (``True``) or never be a relay for peers that cannot be called; default: while others can
-                call this peer from outside.
+            relay: always (``True``) or never (``False``) be a relay for peers that cannot be called; default: while
+                others can call this peer from outside.
             relay_limits: what it grants as a relay.
             token: of a private run, see :mod:`shoal.access.tokens`: its text, or the path of a file with it; default:
                 the environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other.
-                Without
-                a token, or with an empty one, the run is open to all.
-            name: tells people in the logs of other peers which peer this is. Peers that connect learn it, in a private
-                run only if they are members.
-            of_a_daemon: how others shall be able to call this peer, see
-                :class:`~shoal.reach.manager.Libp2pOptions`. Parameters of a libp2p daemon are accepted, so that
-                existing calls work; a warning names those without effect.
+                Without a token, or with an empty one, the run is open to all.
+            name: shown for this peer in the logs of other peers. Peers that connect learn it; in a private run, only
+                members do.
+            of_a_daemon: how others can call this peer, see :class:`~shoal.reach.manager.Libp2pOptions`. Parameters of
+                a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -207,7 +205,7 @@ class P2P(Endpoint):
         initial_peers: Sequence[Multiaddr | str] | str | None,
         **of_a_daemon: Any,
     ) -> bool:
-        """Whether another process is online with an identity, as far as some peers know.
+        """Whether another process is online with an identity, as far as the asked peers know.
 
         Args:
             identity_path: file with the identity.
@@ -239,21 +237,21 @@ class P2P(Endpoint):
                 await reach_first(others, self._reach, limit, self.advise)
         except BootstrapError:
             if all(self.met.get(address) == self.peer_id for address, _ in others):
-                return  # like one whose own full address is the only one: it begins a swarm
+                return  # as when its own full address is the only one given: it begins a swarm
             raise
 
     async def _reach(self, address: Multiaddr, peer: PeerID | None) -> None:
         await (self.meet(address) if peer is None else self.connect(peer, address))
 
     def advise(self, address: Multiaddr) -> str:
-        """What to do about an address that cannot be reached; empty if there is nothing to say."""
+        """Advice about an address that cannot be reached; empty if there is none."""
         return advise_on_private(self.transport, self.announced(), address, port_stays=self.port_stays)
 
     # --- ways through routers -----------------------------------------------------------------------------------------
 
     @property
     def reachability(self) -> Reachability:
-        """What this peer is to others."""
+        """Whether, and how, others can call this peer."""
         return self.outlook.state
 
     @property
@@ -284,12 +282,12 @@ class P2P(Endpoint):
             self.members.note_hello(connection, hello.revocations)
 
     def replace_arranged(self, peer: PeerID, count: int) -> None:
-        """Connections that relays have brought about have broken: make others at once, for all calls together."""
+        """Connections arranged by relays have broken: make new ones at once, for all calls together."""
         self.pool.end_idle(peer)
         self.upgrades.replace(peer, count)
 
     def note_silence(self, peer: PeerID) -> None:
-        """A connection to a peer has fallen silent: what else leads there, or to relays, is in doubt."""
+        """A connection to a peer has fallen silent, so others to it, or to relays, may be broken, too."""
         self.pool.end_idle(peer)
         self.reservations.doubt()
 
@@ -310,7 +308,7 @@ class P2P(Endpoint):
         self.compare_clocks()
 
     def compare_clocks(self) -> None:
-        """Ask others for the time, in the background: there is a sign that this peer has it wrong."""
+        """Ask others for the time in the background, because this peer's may be wrong."""
         now = asyncio.get_running_loop().time()
         is_running = self._comparison is not None and not self._comparison.done()
         if self.is_alive and not is_running and now - self._compared_at >= 10.0:

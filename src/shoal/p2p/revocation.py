@@ -1,9 +1,9 @@
 """How a list of revocations reaches all members of a private run.
 
-Every peer keeps the newest list, and each greeting tells its serial number. If the numbers of two peers differ, the one
-that has dialled gives its list and takes that of the other. A peer that gets a newer list cuts the connections of those
-on it, and gives it to all other peers that it is connected to. So a list crosses a connected swarm within a few round
-trips, and peers that were away get it with their first connection.
+Every peer keeps the newest list, and each greeting tells its serial number. If two peers have different numbers, the
+one that dialled exchanges lists with the other. A peer that gets a newer list cuts the connections of peers on it, and
+passes it to all other peers that it is connected to. So a list crosses a connected swarm within a few round trips, and
+peers that were away get it with their first connection.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 # Chosen.
 ASK_SECONDS = 10.0
-# A peer whose greeting promised a newer list and that has given none is not asked again for this long.
+# A peer that promised a newer list in its greeting but gave none is not asked again for this long.
 PATIENCE_SECONDS = 60.0
 MAX_LIST_BYTES = (PUBLIC_KEY_BYTES + 2) * MAX_REVOKED + 256
 
 
 class Revocations(Header):
-    """The newest list that the sender knows, as far as the other side does not know it."""
+    """The newest list that the sender knows, if the other side lacks it."""
 
     serial: Count = 0
     """Its serial number; 0 if the sender knows none."""
@@ -50,7 +50,7 @@ class RevocationExchange(ServicerBase):
     Args:
         endpoint: of the peer that calls and is called.
         membership: keeps the list.
-        cut_relayed: ends what this peer carries as a relay for those with an unwanted badge.
+        cut_relayed: ends the circuits that this peer carries for peers with an unwanted badge.
     """
 
     roles: ClassVar[Roles] = ANY_ROLE
@@ -62,7 +62,7 @@ class RevocationExchange(ServicerBase):
         cut_relayed: Callable[[Callable[[Badge | None], bool]], None],
     ) -> None:
         self._endpoint, self._membership, self._cut_relayed = endpoint, membership, cut_relayed
-        # Peers that have promised a newer list, and given none.
+        # Peers that promised a newer list but gave none.
         self._in_vain: Bounded[PeerID, None] = Bounded(seconds=PATIENCE_SECONDS, now=asyncio.get_running_loop().time)
         self._tasks = BackgroundTasks(logger, "the list of revocations")
         self._asking: dict[PeerID, None] = {}
@@ -73,7 +73,7 @@ class RevocationExchange(ServicerBase):
         return bool(self._tasks)
 
     async def rpc_revocations(self, request: Revocations, context: P2PContext) -> Revocations:
-        """Take a list if it is newer than the own one, and give the own one if that is newer."""
+        """Take the caller's list if it is newer, or answer with this peer's list if that is newer."""
         self.learn(request.data, context.remote_id)
         return self._told_to(request.serial)
 
@@ -84,7 +84,7 @@ class RevocationExchange(ServicerBase):
         return Revocations(newest.serial, newest.to_bytes() if newest.serial > serial else b"")
 
     def learn(self, data: bytes, source: PeerID | None) -> bool:
-        """Take over a list that somebody has sent, if it is newer; returns whether it is.
+        """Take over a list from another peer if it is newer; returns whether it is.
 
         Raises:
             P2PDaemonError: it is not a list of this run.
@@ -97,7 +97,7 @@ class RevocationExchange(ServicerBase):
             raise P2PDaemonError(str(e)) from None
         if not self._membership.adopt(found):
             return False
-        logger.info("list of revocations %d: %d keys are worth nothing in this run", found.serial, len(found.keys))
+        logger.info("list of revocations %d: %d keys are revoked in this run", found.serial, len(found.keys))
         self._cut_revoked()
         self._pass_on(source)
         return True
@@ -111,7 +111,7 @@ class RevocationExchange(ServicerBase):
         self._endpoint.server.cut(lambda stream: is_revoked(stream.badge), "revoked")
 
     def _pass_on(self, source: PeerID | None) -> None:
-        """Give the list to all connected peers; those that cannot be called get it when they greet next."""
+        """Give the list to all connected peers; those that cannot be called get it with their next greeting."""
         for peer in dict.fromkeys([*self._endpoint.pool.peers, *self._endpoint.server.peers]):
             if peer != source:
                 self._tasks.spawn(self._give(peer))
@@ -121,10 +121,10 @@ class RevocationExchange(ServicerBase):
             self._endpoint.server.cut_idle(peer)
 
     def note_hello(self, connection: Connection, serial: int) -> None:
-        """Another peer has told the serial number of its list; it has proven that it is a member."""
+        """A member has greeted with the serial number of its list."""
         badge, membership = connection.stream.badge, self._membership
         try:
-            # This peer may not have known the time when it let the other one in.
+            # This peer's clock may have been wrong when it let the other one in.
             membership.check(badge, ANY_ROLE, dialled=True)
         except NotAMemberError as e:
             membership.note_stranger(connection.remote, e)
@@ -148,7 +148,7 @@ class RevocationExchange(ServicerBase):
                 self._in_vain[peer] = None
 
     async def exchange(self, peer: PeerID) -> bool:
-        """Give a peer the own list, and take its list if that is newer; returns whether it has answered."""
+        """Give a peer this one's list, and take its list if that is newer; returns whether it has answered."""
         handle, own = self.handle_name("rpc_revocations", None), self._told_to(0)
         try:
             answer = await self._endpoint.call(peer, handle, own, Revocations, timeout=ASK_SECONDS, roles=self.roles)

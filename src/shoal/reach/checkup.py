@@ -1,8 +1,8 @@
-"""What a peer does for others that check how well they reach it, or it reaches them.
+"""Checks for other peers: how well they reach this one, and how well it reaches them.
 
 Anybody may ask, so the answers must be useless for attacks on third parties: a peer that asks to be called back learns
-no more than yes or no, the bytes for measuring bandwidth go to the asking peer alone, and both are limited per host and
-in total.
+only yes or no, and the bytes for measuring bandwidth go to the asking peer alone. Both are limited per host and in
+total.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 from shoal.reach.relay.messages import Text
 
-# The most in one direction of one exchange.
+# All limits here are chosen. The most bytes in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
-# Each a rate per second and a burst; not measured. Of bytes that are exchanged to measure a line:
+# Rate per second and burst of the bytes that are exchanged to measure a line.
 BULK_OF_HOST = 2**20, 32 * 2**20
 BULK_OF_ALL = 8 * 2**20, 128 * 2**20
-# Of calls back, each of which dials the few addresses that the caller claims as its own:
+# Rate per second and burst of calls back, each of which dials the few addresses that the caller claims as its own.
 CALLS_BACK_OF_HOST = 0.2, 5
 CALLS_BACK_OF_ALL = 2.0, 20
-# Exchanges in progress at the same time, and calls back; further peers are told to try again.
+# The most exchanges in progress, and the most calls back; further peers are told to try again.
 MAX_AT_ONCE = 8
 
-# For an exchange, there and back. A slower line needs no measurement.
+# Seconds for an exchange in both directions; a line that is slower need not be measured.
 BULK_SECONDS = 60.0
+# A failed call back is reported after exactly this long.
 CALL_BACK_SECONDS = 4.0
 _EVERYBODY = ""
 
 
 class Question(Header):
-    """Nothing but the question."""
+    """A request without any fields."""
 
 
 class Description(Header):
@@ -68,14 +69,14 @@ class CallMe(Header):
         list[Text],
         msgspec.Meta(max_length=MAX_ADDRESSES_PER_PEER),
     ] = msgspec.field(default_factory=list)
-    """Where, without ``/p2p``; if there are none, at the addresses that the asking peer has announced."""
+    """Where to dial, without ``/p2p``; if empty, at the addresses that the asking peer has announced."""
 
 
 class CallBack(Header):
     """For each address of the asking peer, whether it could be dialled there."""
 
     reached: dict[str, bool] = msgspec.field(default_factory=dict)
-    """Addresses that could not be tried from here, or that may not be the caller's, are left out."""
+    """Without addresses that could not be tried from here, or that the caller may not claim."""
     seen_at: str = ""
     """Where the asking peer is seen from here; empty if that is not known."""
 
@@ -113,8 +114,9 @@ class Checkup(ServicerBase):
     async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
         """Dial the caller at the addresses that it names, or else at those that it has announced.
 
-        Only at addresses that it may have, see :func:`~shoal.net.addresses.may_be_dialled_for`. A failure is told after
-        a fixed time, so that it does not show whether a port there is closed, filtered, or open for something else.
+        Only addresses that it may claim are dialled, see :func:`~shoal.net.addresses.may_be_dialled_for`. A failure is
+        reported after a fixed time, so that it does not show whether a port there is closed, filtered, or open for
+        another program.
         """
         deadline = asyncio.get_running_loop().time() + CALL_BACK_SECONDS
         async with _one_of(self._calling_back):
@@ -133,7 +135,7 @@ class Checkup(ServicerBase):
             )
 
     async def _can_dial(self, peer: PeerID, address: Multiaddr, deadline: float, judge: Judge) -> bool | None:
-        """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
+        """Whether the peer can be dialled there; ``None`` if this machine has no route there, which proves nothing."""
         try:
             async with asyncio.timeout_at(deadline):
                 (await self._endpoint.dial_without_greeting(peer, address, judge)).abort()
@@ -169,7 +171,7 @@ class Checkup(ServicerBase):
 
 @asynccontextmanager
 async def _one_of(places: asyncio.Semaphore) -> AsyncIterator[None]:
-    """Take a place without waiting for it."""
+    """Take a place, or fail at once if none is free."""
     if places.locked():
         raise BusyError("too many others are checked at the moment: try again in a few seconds")
     async with places:
@@ -180,7 +182,7 @@ def _parsed(texts: Sequence[str]) -> list[Multiaddr]:
     try:
         return [Multiaddr(text) for text in texts]
     except ValueError as e:
-        raise ProtocolError(f"asked to call back at what is no address: {e}") from None
+        raise ProtocolError(f"asked to call back at an invalid address: {e}") from None
 
 
 class _Budget:

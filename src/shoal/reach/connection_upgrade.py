@@ -1,12 +1,12 @@
-"""Better and more connections for peers that only relays lead to, made while the present ones are in use.
+"""Better and more connections to peers that are reached only through relays, made while the present ones are in use.
 
-Where there are relayed connections only, direct ones are tried for again and again. Where there is a direct one, some
-more are made at once: the relay may be gone when they are needed, and then nobody can make others.
+If there are only relayed connections, direct ones are attempted again and again. Once there is a direct one, some spare
+ones are made at once: the relay may be gone when they are needed, and without it no more can be made.
 
-When some break in the middle of a round, all that it needs are dialled at once, because each dial takes as long again.
+If connections break in the middle of a round, all that the round needs are dialled at once, not one after another.
 
-Nothing is moved from one connection to another: calls in progress stay where they are, and the next ones take what the
-pool prefers.
+No call is moved to another connection: calls in progress stay where they are, and the next ones take the connection
+that the pool prefers.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from shoal.reach.relay.messages import MAX_AT_ONCE
 logger = logging.getLogger(__name__)
 
 UPGRADE_SECONDS = 60.0
-"""Between two attempts at direct connections to a peer."""
+"""Seconds between two attempts at direct connections to a peer. Chosen."""
 ROOM_FOR_SPARES = MAX_IDLE // 2
-"""With more idle connections than this no spare ones are made, for then each takes the place of another peer's."""
+"""With more idle connections than this no spare ones are made, because each would evict another peer's. Chosen."""
 
 
 class ConnectionUpgrades:
-    """Attempts at direct connections, as long as there are only relayed ones, and spare ones as soon as there are any.
+    """Attempts direct connections while there are only relayed ones, and makes spare ones once there are any.
 
     Args:
-        endpoint: whose connections these are.
+        endpoint: has the connections.
         circuits: makes them, with the help of relays.
     """
 
     def __init__(self, endpoint: Endpoint, circuits: OutgoingCircuits) -> None:
         self._endpoint, self._circuits = endpoint, circuits
         self.tasks: dict[PeerID, asyncio.Task[None]] = {}
-        """One for each peer with relayed connections only, or that was so a little while ago."""
+        """One task for each peer that has, or recently had, only relayed connections."""
         self.filling: dict[PeerID, asyncio.Task[None]] = {}
-        """One for each peer to which spare connections are being made."""
+        """One task for each peer to which spare connections are being made."""
         self.replacing: dict[PeerID, asyncio.Task[None]] = {}
-        """One for each peer to which connections have just broken."""
+        """One task for each peer whose connections have just broken."""
 
     def watch(self, peer: PeerID) -> None:
-        """A relay has led to a peer: there is a new connection, direct or not."""
+        """A relay carries or has arranged a new connection to this peer."""
         if not self._endpoint.is_alive:
             return
         streams = self._endpoint.pool.streams_to(peer)
@@ -75,7 +75,7 @@ class ConnectionUpgrades:
             logger.debug("no spare connections to %s: %s", peer, e)
 
     def replace(self, peer: PeerID, count: int) -> None:
-        """Connections that relays have brought about have broken: make ``count`` new ones; calls wait for them."""
+        """Connections arranged by relays have broken: make ``count`` new ones; calls wait for them."""
         if peer in self.replacing or not self._endpoint.is_alive:
             return
         for each in self._endpoint.pool.streams_to(peer):
@@ -83,13 +83,13 @@ class ConnectionUpgrades:
                 self._endpoint.dialler.note_broken(each.via)
         punching = self._circuits.punching
         if punching is not None and punching.expects_success(peer):
-            count = max(count, SPARE)  # or the rest would be made as soon as the first one is there
+            count = max(count, SPARE)  # otherwise the rest would be made right after the first one
         count = min(count, MAX_AT_ONCE)
         end = self._endpoint.pool.expect(peer, count)
         self._begin(self.replacing, peer, functools.partial(self._dial_at_once, count, end))
 
     async def _dial_at_once(self, count: int, end: Callable[[], None], peer: PeerID) -> None:
-        # If this relay does not lead there soon, calls try the others.
+        # If this relay does not connect soon, calls try the others.
         limit = asyncio.get_running_loop().call_later(CIRCUIT_STAGGER, end)
         try:
             for address in self._endpoint.dialler.circuits(peer):
@@ -100,8 +100,8 @@ class ConnectionUpgrades:
                 for stream in streams:
                     self._endpoint.pool.add(self._endpoint.greet(stream))
                 return
-        except ShoalError as e:  # calls that dial themselves will see
-            logger.debug("connections to %s that have broken are not replaced at once: %s", peer, e)
+        except ShoalError as e:  # calls dial for themselves then
+            logger.debug("the broken connections to %s were not replaced at once: %s", peer, e)
         finally:
             limit.cancel()
             end()

@@ -1,15 +1,17 @@
-"""Keeps finding out whether others can call this peer, and sees to it that they can.
+"""Keeps checking whether others can call this peer, and makes sure that they can.
 
-The conclusions are those of :mod:`~.reachability`; here is where the evidence comes from, and what follows:
+:mod:`~.reachability` draws the conclusions. This module collects the evidence and acts on the conclusions. Evidence is:
 
-- every connection with somebody outside tells something, at no cost; so a swarm that has no outside costs nothing;
-- the first peers of a swarm dial back while this one joins (``rpc_ping`` of the table, see ``shoal.dht.joining``);
-- from then on, two witnesses are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at once
-  after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
+- every connection with a peer outside, at no extra cost; so a swarm in one network costs nothing;
+- the first peers of a swarm, which dial back while this one joins (``rpc_ping`` of the table, see
+  ``shoal.dht.joining``);
+- from then on, two witnesses that are asked to dial back (``Checkup.rpc_call_back``) every quarter of an hour, and at
+  once after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it
+  slept.
 
-While nobody can dial this peer, it asks for reservations at relays. Peers with connections to it are told of each
-change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
-it: each checks often whether it can be dialled, and asks some others whether they are relays.
+While nobody can dial this peer, it asks relays for reservations. Connected peers hear of each change in a new greeting.
+If no relay is left, some peer has to become one, and the others have to hear of it. So each peer checks often whether
+it can be dialled, and asks some others whether they are relays.
 """
 
 from __future__ import annotations
@@ -44,9 +46,8 @@ from shoal.reach.relay.server import RelayServer
 
 logger = logging.getLogger(__name__)
 
-# Parameters that existing programs give, because other libraries hand them to a libp2p daemon. Those about routers and
-# relays have the same effect here; these have none, for there is no daemon underneath. Each has the value that needs no
-# warning.
+# Parameters of a libp2p daemon that existing programs pass. Those about routers and relays have the same effect here;
+# these have none, because there is no daemon underneath. Each has the value that needs no warning.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "conn_manager": True,
     "dht_mode": "server",
@@ -63,20 +64,20 @@ _REACHABILITIES = (None, "public", "private")
 
 @dataclass(frozen=True)
 class Libp2pOptions:
-    """How a peer makes sure that others can call it."""
+    """The user's options about how others can call this peer."""
 
     auto_nat: bool = True
     """Ask others from time to time whether they can dial this peer."""
     force_reachability: str | None = None
-    """``"public"`` or ``"private"``, if it is known and need not be found out."""
+    """``"public"`` or ``"private"`` if the user knows it; ``None`` = find out."""
     nat_port_map: bool = True
     """Ask the router for an open port."""
     use_relay: bool = True
-    """Dial others through relays where there is no other way."""
+    """Dial others through relays if there is no other way."""
     use_auto_relay: bool = True
-    """Be called through relays while nobody can dial this peer."""
+    """Let others call this peer through relays while nobody can dial it."""
     trusted_relays: tuple[Target, ...] = ()
-    """The relays to be called through, if they have room."""
+    """Relays to use first, if they have room."""
     relay_hop_limit: int | None = None
     """0: never be a relay for others; by default every public peer is one."""
 
@@ -87,16 +88,16 @@ class Libp2pOptions:
 
     @classmethod
     def names(cls) -> set[str]:
-        """Of all parameters, also those without an effect."""
+        """The names of all parameters, including those without effect."""
         return {field.name for field in fields(cls)} | _WITHOUT_EFFECT.keys()
 
     @classmethod
     def chosen(cls, arguments: Mapping[str, Any]) -> Libp2pOptions:
-        """Take what has an effect, and warn of parameters that ask for something that will not happen.
+        """Take the parameters that have an effect, and warn about values of others that ask for one.
 
         Raises:
             TypeError: there is no such parameter.
-            ValueError: it cannot have this value.
+            ValueError: a parameter cannot have this value.
         """
         names = {field.name for field in fields(cls)}
         unknown = arguments.keys() - _WITHOUT_EFFECT.keys() - names
@@ -113,31 +114,31 @@ class Libp2pOptions:
         others = {name: value for name, value in arguments.items() if name not in names}
         asked = [name for name, value in others.items() if value != _WITHOUT_EFFECT[name]]
         if asked:
-            logger.warning("%s: no effect here, there is no libp2p daemon underneath", ", ".join(asked))
+            logger.warning("%s: no effect here, because there is no libp2p daemon underneath", ", ".join(asked))
         return cls(**chosen)
 
 
-TICK_SECONDS = 10.0
-# How long a join waits for a reservation.
+TICK_SECONDS = 10.0  # chosen
+# How long a join waits for a reservation. Chosen: a few round trips.
 RESERVE_SECONDS = 1.5
 SEEN = "seen over"
-"""The beginning of the sources of offers that come from witnesses, who may lie."""
+"""Prefix of the sources of offers that come from witnesses, which may lie."""
 
 
 class CheckTimes:
-    """When witnesses are asked to dial back: rarely, soon after a change, and never too often. No number was measured.
+    """When witnesses are asked to dial back: rarely, soon after a change, and never too often. All numbers are chosen.
 
     Args:
         now: the time in seconds.
-        rng: varies the times, so that peers do not ask all at one moment.
+        rng: varies the times, so that peers do not all ask at the same moment.
     """
 
     usual: ClassVar = 900.0
     """Seconds from one check to the next, give or take a fifth."""
     first: ClassVar = 5.0
-    """After the first connection with somebody outside; until then the join has usually found out."""
+    """Seconds after the first connection with a peer outside; the join has usually found out by then."""
     least: ClassVar = 15.0
-    """Between two checks, whatever happens."""
+    """Least seconds between two checks, whatever happens."""
 
     def __init__(self, now: Callable[[], float], rng: random.Random) -> None:
         self._now, self._rng = now, rng
@@ -145,11 +146,11 @@ class CheckTimes:
 
     @property
     def seconds_left(self) -> float:
-        """Until the next check; 0 if it is due."""
+        """Seconds until the next check; 0 if it is due."""
         return max(0.0, max(self._due_at, self._checked_at + self.least) - self._now())
 
     def check_within(self, seconds: float) -> None:
-        """Let the next check be due in this time at the latest."""
+        """Make the next check due within this many seconds."""
         self._due_at = min(self._due_at, self._now() + seconds)
 
     def note_check(self) -> None:
@@ -158,21 +159,20 @@ class CheckTimes:
         self._checked_at, self._due_at = self._now(), self._now() + self.usual + self._rng.uniform(-spread, spread)
 
     def note_no_answer(self) -> None:
-        """Nobody has answered: all may have been busy with others."""
+        """No witness has answered: all may have been busy, so ask again soon."""
         self._due_at = self._now() + self.least * self._rng.uniform(1.0, 3.0)
 
 
 class ReachabilityManager:
-    """What a peer knows of how others reach it.
+    """What a peer knows about how others reach it.
 
-    It has more attributes than others, because it holds both sides: the evidence and where that comes from, and the
-    parts that do something about it.
+    It has many attributes, because it holds both sides: the evidence with its sources, and the parts that act on it.
 
     Args:
         endpoint: of the peer.
-        options: what the user wants.
-        relay: what this peer does for others, once it is public.
-        reservations: the relays through which it is called, as long as it is not.
+        options: the user's options.
+        relay: serves others as a relay once this peer is public.
+        reservations: holds relays through which this peer is called while it is not public.
         circuits: dials others through relays.
     """
 
@@ -190,7 +190,7 @@ class ReachabilityManager:
         self.mapping: PortMapping | None = None
         """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
-        """The router gives each connection another outer port."""
+        """Whether the router gives each connection another outer port; ``None`` = unknown."""
         self._rng = random.Random(endpoint.peer_id.to_bytes())
         self.now = asyncio.get_running_loop().time
         """The time that the evidence goes by."""
@@ -199,7 +199,7 @@ class ReachabilityManager:
         self._seen_elsewhere_at = -math.inf
         self._checks = CheckTimes(self.now, self._rng)
         self._looked_for_relays_at = self.now()
-        # What others were told last: what this peer is to them, where, and how.
+        # What others were told last: the state, the addresses and the reach of this peer.
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
@@ -210,12 +210,12 @@ class ReachabilityManager:
 
     @property
     def state(self) -> Reachability:
-        """What this peer is to others."""
+        """Whether, and how, others can call this peer."""
         return Reachability.CLIENT if self._endpoint.client_mode else self.evidence.state
 
     @property
     def reach(self) -> Reach:
-        """The same for greetings."""
+        """The state in the form of greetings."""
         if self.state is Reachability.PUBLIC:
             return Reach.PUBLIC
         if self.state is Reachability.CLIENT:
@@ -224,7 +224,7 @@ class ReachabilityManager:
 
     @property
     def relay_rate(self) -> float:
-        """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
+        """Bytes per second that this peer's relays carry in total; 0 if one sets no limit, or there are none."""
         rates = [held.rate for held in self._reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
 
@@ -245,15 +245,15 @@ class ReachabilityManager:
         return self.evidence.announced(self.now(), self._reservations.addresses(), MAX_ADDRESSES_PER_PEER)
 
     def public_addresses(self) -> list[Multiaddr]:
-        """The same while others can call this peer directly, else none."""
+        """The announced addresses while others can call this peer directly; otherwise none."""
         return self.announced() if self._told is not None and self.state is Reachability.PUBLIC else []
 
     def confirmed(self) -> list[Multiaddr]:
-        """The addresses at which others are known to reach this peer from outside."""
+        """The addresses at which peers outside are known to reach this one."""
         return self.evidence.confirmed(self.now())
 
     def outer_hosts(self) -> set[str]:
-        """The hosts in front of this machine, by its user and by its router; others behind them are neighbours."""
+        """The hosts in front of this machine, as its user or router says; other peers behind them are neighbours."""
         offers = [offer for source, offer in self.evidence.offers.items() if not source.startswith(SEEN)]
         return {host for each in (*self.evidence.announcement, *offers) if (host := ip_text_of(each)) is not None}
 
@@ -264,7 +264,7 @@ class ReachabilityManager:
 
         Args:
             hosts: where to listen.
-            announced: what the user tells others in place of these addresses.
+            announced: addresses that the user announces in place of these.
 
         Raises:
             P2PDaemonError: there is no place to listen.
@@ -273,7 +273,7 @@ class ReachabilityManager:
         usable = [address for address in hosts if transport.supports(address)]
         for address in hosts:
             if address not in usable:
-                logger.info("there is no transport for %s yet, other addresses are used to listen", address)
+                logger.info("there is no transport for %s yet; listening on the other addresses", address)
         if not usable:
             raise P2PDaemonError(
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
@@ -284,7 +284,7 @@ class ReachabilityManager:
         self.begin()
 
     def begin(self) -> None:
-        """Be called by others from now on: at the addresses where this peer listens, or else through relays."""
+        """Let others call this peer from now on: at the addresses where it listens, or else through relays."""
         self._endpoint.transport.on_addresses_changed = self._note_move
         self._told = self.evidence.state, self.announced(), self.reach
         if self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None:
@@ -292,9 +292,9 @@ class ReachabilityManager:
         self.update()
 
     def _note_mapped(self, addresses: Sequence[Multiaddr]) -> None:
-        """The router forwards a port, or no longer."""
+        """The router has begun or stopped to forward a port."""
         for version in ("ip4", "ip6"):
-            # What a router has from another router leads nowhere.
+            # An address that a router has from another router leads nowhere.
             claimed = next((each for each in addresses if version in each and is_global(each)), None)
             self.offer(f"router, {version}", claimed)
             if claimed in self.evidence.own:
@@ -303,7 +303,7 @@ class ReachabilityManager:
     # --- evidence -----------------------------------------------------------------------------------------------------
 
     def note_stream(self, stream: Stream) -> None:
-        """There is a connection with another peer."""
+        """A connection with another peer was made."""
         address, local = stream.remote_address, stream.local_address
         if address is None or stream.is_relayed or self._endpoint.client_mode:
             return
@@ -335,7 +335,7 @@ class ReachabilityManager:
         self.update()
 
     def note_seen(self, witness: PeerID, text: str) -> None:
-        """A witness tells the address from which it sees this peer: in front of it may be a router that forwards."""
+        """A witness tells the address at which it sees this peer: a router there may forward a port."""
         try:
             seen = Multiaddr(text)
         except ValueError:
@@ -358,10 +358,10 @@ class ReachabilityManager:
                 self.offer(f"{source} lately", address)
 
     def offer(self, source: str, address: Multiaddr | None) -> None:
-        """There is another address that may lead here, until others have tried it; ``None``: no longer.
+        """Another address may lead here; witnesses will try it. ``None`` withdraws it.
 
         Args:
-            source: whose idea it is; each source has one address at a time.
+            source: where the address comes from; each source has one address at a time.
         """
         if address == self.evidence.offers.get(source):
             return
@@ -408,35 +408,35 @@ class ReachabilityManager:
         self.update()
 
     def note_upheaval(self, reason: str, *, has_moved: bool = True) -> None:
-        """What was found out about routers and relays may be wrong now.
+        """Check again, because what is known about routers and relays may be wrong now.
 
         Args:
-            has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
-                routers stays, because a peer that lost all connections is in a hurry.
+            has_moved: this machine is in another network. Otherwise a check has to find out, and the known ways through
+                routers stay, because a peer that lost all connections is in a hurry.
         """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._announcements.remember(self._endpoint.pool.renew())  # what is open may be dead already
+        self._announcements.remember(self._endpoint.pool.renew())  # open connections may be dead already
         self.check_soon()
         if has_moved:
             self.forget_routers()
 
     def forget_routers(self) -> None:
-        """What was learnt about routers is no longer worth anything."""
+        """Forget what was learnt about routers."""
         self._circuits.forget_routers()
         if self.mapping is not None:
             self.mapping.look_again()
 
     def announce_anew(self) -> None:
-        """Tell the peers that have connections to this one where it is now."""
+        """Tell connected peers where this one is now."""
         if self._endpoint.is_alive:
             self._announcements.tell(self._endpoint.pool.renew())
 
     async def settle(self) -> Reachability:
-        """Wait until it is clear how others call this peer, now that the first verdicts are there.
+        """After the first verdicts, wait until it is clear how others call this peer.
 
-        Meanwhile relays are asked, and witnesses dial back where they have seen this peer: a router may forward.
+        Meanwhile relays are asked, and witnesses dial back where they see this peer: a router may forward the port.
         """
         self.update()
         if self.state is not Reachability.CLIENT:
@@ -496,14 +496,14 @@ class ReachabilityManager:
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
-        """Look at the signs every few seconds, and check when it is due."""
-        DIRECT_ONLY.set(False)  # the connection with which this began may be one to a relay
+        """Look at the evidence every few seconds, and check when it is due."""
+        DIRECT_ONLY.set(False)  # this task may have been started by a connection to a relay
         while True:
             pause = min(TICK_SECONDS, self._checks.seconds_left)
             due = self.now() + pause
             self._wake.clear()
             await wait_at_most(self._wake, pause)
-            if self.now() - due > 30.0:  # no busy loop is that late
+            if self.now() - due > 30.0:  # even a busy loop is never that late
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
@@ -512,7 +512,7 @@ class ReachabilityManager:
             self.update()
 
     def _look_for_relays(self) -> None:
-        """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
+        """Without any relay: ask some peers whether they are relays by now, and check whether this one could be one."""
         is_due = self.now() - self._looked_for_relays_at >= 30.0
         reservations = self._reservations
         if is_due and reservations.is_wanted and not reservations.held:
@@ -550,7 +550,7 @@ class ReachabilityManager:
         self.update()
 
     async def _observe(self) -> None:
-        """Find out what the router does to outgoing ports, if anybody has to know."""
+        """Find out what the router does to outgoing ports, if that matters now."""
         if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
             return
 
@@ -571,16 +571,16 @@ class ReachabilityManager:
             limit = 2 * CALL_BACK_SECONDS
             answer = await self._endpoint.call(witness, handle, request, CallBack, limit, roles=Checkup.roles)
             if any(answer.reached.values()) and transport.arrivals == before:
-                raise ProtocolError("it says that it has reached this peer, and nobody has come")
+                raise ProtocolError("it says that it has reached this peer, but nobody has connected")
             return answer
         except (ShoalError, ConnectionError, TimeoutError) as e:
-            logger.debug("%s bears no witness: %s", witness, e)
+            logger.debug("%s did not dial back: %s", witness, e)
             return None
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
         network, is_outside = self.contacts.place_of(witness)
         if not is_outside:
-            if answer.reached:  # otherwise there was nothing that it could try
+            if answer.reached:  # otherwise it had nothing to try
                 self.note_called_back(witness, (), reached=any(answer.reached.values()))
             return
         self.note_seen(witness, answer.seen_at)
@@ -591,7 +591,7 @@ class ReachabilityManager:
         self.evidence.note_judged()
 
     async def close(self) -> None:
-        """End all of this."""
+        """Stop checking, and end its parts."""
         if self.mapping is not None:
             await self.mapping.close()
         await cancel_and_wait(*([] if self._life is None else [self._life]))

@@ -29,7 +29,7 @@ from shoal.peers.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-# Chosen: for one greeting, and how many are under way.
+# Chosen: the time for one greeting, and how many are sent at once.
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
 
@@ -38,11 +38,11 @@ class PresenceQuery(Header):
     instance: bytes
     """The instance of the asking process."""
     addresses: list[str] = msgspec.field(default_factory=list)
-    """Where it can be called now, if that has changed since it greeted on this connection."""
+    """The addresses at which it can be called now, if they have changed since its greeting on this connection."""
     reach: int = -1
-    """Likewise, how; see :class:`~shoal.reach.reachability.Reach`."""
+    """How it can be called now, if that has changed; see :class:`~shoal.reach.reachability.Reach`."""
     relay: bool = False
-    """Likewise, whether it is a relay."""
+    """Whether it is a relay now, if that has changed."""
 
 
 class PresenceReply(Header):
@@ -51,9 +51,9 @@ class PresenceReply(Header):
     addresses: list[str] = msgspec.field(default_factory=list)
     """Where the identity of the asking peer was last seen."""
     is_connected: bool = False
-    """Another process with that identity is connected to the answering peer."""
+    """Whether another process with that identity is connected to the answering peer."""
     relay: bool = False
-    """The answering peer is a relay."""
+    """Whether the answering peer is a relay."""
 
 
 class Presence(ServicerBase):
@@ -83,8 +83,8 @@ class Presence(ServicerBase):
 class Announcements:
     """Tells other peers where this one can be reached now, by calling them: each connection begins with its addresses.
 
-    Connections that a relay has arranged are older than the change, so the call tells the addresses, too. By the same
-    call this peer learns whether the others are relays now.
+    A connection arranged by a relay may be older than the change, so the call itself tells the addresses, too. Its
+    answer says whether the other peer is a relay now.
 
     Args:
         endpoint: of this peer.
@@ -92,7 +92,7 @@ class Announcements:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        # Peers that may not have heard of the latest change. Nothing else remembers them: their connections end.
+        # Peers that may not have heard of the latest change. They must be kept here, because their connections end.
         self._uninformed: Bounded[PeerID, None] = Bounded()
         self._task: asyncio.Task[None] | None = None
 
@@ -110,7 +110,7 @@ class Announcements:
         self._task = self._endpoint.tasks.start(self._tell_all())
 
     async def _tell_all(self) -> None:
-        DIRECT_ONLY.set(False)  # a call to a relay may have brought the change
+        DIRECT_ONLY.set(False)  # this task may have been started by a call to a relay
         at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
         await asyncio.gather(*(self._tell(peer, at_once) for peer in list(self._uninformed)))
 
@@ -131,7 +131,7 @@ class Announcements:
 
 
 async def compare_clocks(endpoint: Endpoint) -> None:
-    """Ask a few of the peers that this one is connected to for the time: the greetings on new connections tell it."""
+    """Ask a few connected peers for the time, which they tell in the greetings of new connections."""
     connected = dict.fromkeys([*endpoint.pool.peers, *endpoint.server.peers])
     known = [peer for peer in connected if peer != endpoint.peer_id and endpoint.is_reachable(peer)]
 
@@ -152,7 +152,7 @@ async def check_identity_is_free(
 
     Args:
         witnesses: peers that may have seen that identity.
-        addresses: addresses and the peers expected there; one of these peers may have that identity.
+        addresses: pairs of an address and the peer expected there, which may be this peer's own identity.
 
     Raises:
         IdentityTakenError: another process is online with it.

@@ -1,20 +1,20 @@
 """Direct connections between two peers behind routers, from the ports of the circuits that a relay has joined for them.
 
-Over the first circuit the two tell each other where these ports can perhaps be reached. It is not encrypted: the relay
-knows all of it anyway, and it can forge no identity::
+Over the first circuit the two tell each other where these ports may be reachable. It is not encrypted: the relay knows
+all of it anyway, and it cannot forge an identity::
 
     dialler ► target    Candidates
-    target ► dialler    Candidates    without any host: it will not punch, and that is all
+    target ► dialler    Candidates    without any host if it will not punch
 
-The relay joins both sides at one moment, and both say at once what they have to say, so each hears of the other one
-at nearly the same time. Then it begins: their first packets cross, or those of the earlier side open its router for
-those of the later one. Whatever connects goes through the ordinary handshake, as it does on the circuits at the same
-time; for each port, the first connection that leads to the other peer counts.
+The relay joins both sides at the same moment, and both send at once, so each hears from the other at nearly the same
+time. Then both punch: their first packets cross, or those of the earlier side open its router for those of the later
+one. Each connection goes through the ordinary handshake, while the circuits do the same; for each port, the first
+connection that leads to the other peer counts.
 
-What one side says of itself comes through a relay, and both may lie. So a peer sends connection attempts only to
-addresses that may belong to the other side: to the public internet, or into a network that it shares with it.
+Candidates come through a relay, and both the relay and the other side may lie. So a peer sends connection attempts only
+to addresses that may belong to the other side: on the public internet, or in a network that both share.
 
-What the router does to outgoing ports is found out by looking at one local port from two places outside
+To find out what the router does to outgoing ports, two observers outside look at one local port
 (:func:`is_mapping_hard`). If both see the same outer port, others can predict it, and punches are likely to succeed. If
 they see different ones, each connection gets its own, and two peers behind such routers need not even try.
 """
@@ -51,23 +51,23 @@ logger = logging.getLogger(__name__)
 # --- candidates -------------------------------------------------------------------------------------------------------
 
 MAX_CANDIDATES = 4
-"""Addresses of each side for each port."""
+"""The most addresses that one side names for each port. Chosen."""
 MEMORY = "memory"
-"""Stands for a host on the network inside a process, where ports are the numbers of addresses."""
+"""Stands for a host on the in-memory network, where the number of an address is its port."""
 
 HostPort = tuple[str, int]
 """A host and a port."""
 
 
 class CandidateHost(msgspec.Struct):
-    """A host of one side, and for each of its ports in order the port there; 0 if there is none."""
+    """A host of one side, and the port there for each circuit in order; 0 if there is none."""
 
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=45)]
     ports: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**16)]], msgspec.Meta(max_length=MAX_AT_ONCE)]
 
 
 class Candidates(Header):
-    """Where the sender can perhaps be reached. From the target of a call: no hosts mean that it will not punch."""
+    """Where the sender may be reachable. Without hosts from the target of a call: it will not punch."""
 
     hosts: Annotated[list[CandidateHost], msgspec.Meta(max_length=MAX_CANDIDATES)] = msgspec.field(default_factory=list)
 
@@ -88,7 +88,7 @@ def endpoint_of(address: Multiaddr | None) -> HostPort | None:
 
 
 def address_of(endpoint: HostPort) -> Multiaddr:
-    """The address of an endpoint, whose host is valid."""
+    """The multiaddr of an endpoint with a valid host."""
     host, port = endpoint
     if host == MEMORY:
         return Multiaddr(f"/memory/{port}")
@@ -96,17 +96,17 @@ def address_of(endpoint: HostPort) -> Multiaddr:
 
 
 def global_ipv6(addresses: Iterable[Multiaddr]) -> str | None:
-    """The first IPv6 host that has the same address everywhere."""
+    """The first global IPv6 address."""
     hosts = (address.get("ip6") for address in addresses)
     return next((host for host in hosts if host is not None and ipaddress.IPv6Address(host).is_global), None)
 
 
 def own_candidates(ports: Sequence[tuple[Multiaddr | None, Multiaddr | None]], ipv6: str | None) -> Candidates:
-    """What to tell the other side.
+    """The candidates to tell the other side.
 
     Args:
-        ports: for each port, where the relay sees it, and its own address; ``None`` if it is not known.
-        ipv6: a global IPv6 address of this machine. There the port of the same number is used.
+        ports: for each port, the address at which the relay sees it, and its local address; ``None`` if unknown.
+        ipv6: a global IPv6 address of this machine, on which the same port numbers are used.
     """
     found: dict[str, list[int]] = {}
     seen = [endpoint_of(seen_at) for seen_at, _ in ports]
@@ -127,12 +127,12 @@ def worth_punching(
     is_inside: Callable[[Multiaddr], bool],
     is_relay_on_loopback: bool,
 ) -> list[Multiaddr]:
-    """The candidates of one port that are dialled.
+    """The candidates of one port that are worth dialling.
 
     Args:
-        have_same_host: the relay sees both sides at one host: they are behind the same router, or on one machine.
+        have_same_host: whether the relay sees both sides at one host: behind the same router, or on one machine.
         is_inside: whether an address is in a network of this machine.
-        is_relay_on_loopback: so is every peer that it can join to this one.
+        is_relay_on_loopback: if so, every peer that the relay can join to this one is on the loopback, too.
     """
     found: dict[Multiaddr, None] = {}
     for host, port in candidates:
@@ -147,26 +147,26 @@ def worth_punching(
 
 # --- what routers do to ports -----------------------------------------------------------------------------------------
 
-OBSERVERS = 2
+OBSERVERS = 2  # derived: the fewest whose answers can be compared
 MOST_OBSERVERS = 4
-"""One may lie, so if two differ, others are asked until two agree. Where each gets a port of its own, none do."""
-OBSERVE_SECONDS = 5.0
+"""One may lie, so if two differ, others are asked until two agree. Behind a hard router none agree. Chosen."""
+OBSERVE_SECONDS = 5.0  # chosen
 
 
 def places_of(endpoint: Endpoint, peer: PeerID) -> list[Multiaddr]:
-    """The addresses at which a peer can observe: only IPv4 has routers that translate."""
+    """The addresses at which a peer can observe. Only IPv4 addresses: for IPv6 routers do not translate."""
     known = endpoint.transport.worth_dialling(endpoint.address_book.peek(peer))
     return [address for address in known if is_global(address) and not is_ipv6(address)]
 
 
 async def is_mapping_hard(endpoint: Endpoint, observers: Sequence[PeerID]) -> bool | None:
-    """Whether each connection gets another outer port; ``None`` if fewer than two observers tell."""
+    """Whether each connection gets another outer port; ``None`` if fewer than two observers answer."""
     seen = [there for _, there in await observe(endpoint, observers)]
     return seen[0] != seen[1] if len(seen) == OBSERVERS else None
 
 
 async def observe(endpoint: Endpoint, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
-    """One local address as this machine sees it, and as at most two others do; if possible, two who agree.
+    """One local address, as this machine sees it and as up to two observers do; if possible, two that agree.
 
     Args:
         observers: peers on different hosts that may be asked, the best first.
@@ -212,36 +212,35 @@ async def _be_observed(endpoint: Endpoint, observer: PeerID, sessions: list[Sess
 # --- punches ----------------------------------------------------------------------------------------------------------
 
 FIRST_PAUSE, LONGEST_PAUSE = 120.0, 3600.0
-"""Seconds after the first failure to get through a router, and after many, until it is tried again: routers rarely
-change. Not measured."""
+"""Seconds until the next punch after the first failure, and after many. Chosen: routers rarely change."""
 
 PUNCH_SECONDS = 2.5
-"""How long both sides try to connect."""
+"""How long both sides try to connect. Chosen."""
 HEAD_START, HEAD_START_SHARE = 0.5, 0.75
-"""How much longer a direct connection may take than the relayed one, in seconds, or as a share of the time that the
-dial has taken before: on long lines and busy machines both take longer. Not measured."""
+"""How much longer than the relayed connection a direct one may take: seconds, or a share of the time since the dial
+began if that is more. Chosen: on long lines and busy machines both take longer."""
 EXCHANGE_SECONDS = 3.0
-"""How long each waits for the other one's part of the exchange."""
+"""How long each side waits for the other one's candidates. Chosen."""
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """One side of a pair of sessions that a relay has joined. Nobody has shaken hands on it."""
+    """One side of a pair of sessions that a relay has joined, before any handshake."""
 
     session: Session
     relay: PeerID
     seen_at: Multiaddr | None
-    """Where the relay says to see this side; it may lie."""
+    """Where the relay claims to see this side; it may lie."""
     other_seen_at: Multiaddr | None
-    """Where it says to see the other side."""
+    """Where the relay claims to see the other side."""
 
     def abort(self) -> None:
-        """End it now, unless somebody has taken over the session."""
+        """End it now, unless the session was taken over."""
         self.session.abort()
 
 
 Hosts = tuple[str, str]
-"""Where a relay has seen this side and the other one."""
+"""The hosts at which a relay has seen this side and the other one."""
 
 
 @dataclass
@@ -256,10 +255,10 @@ def head_start(seconds: float) -> float:
 
 
 class PunchPolicy:
-    """Outcomes by peer; of many peers the latest.
+    """Remembers the outcomes of punches, by peer, and says when to try again.
 
-    A failure says that these two routers do not let this through, which rarely changes. So punches are rare until one
-    of the two sides, or the network of this machine, is another one.
+    A failure means that these two routers do not let a punch through, which rarely changes. So punches are rare until
+    one of the two sides is seen at another host, or this machine moves to another network.
 
     Args:
         now: a clock that never goes back, in seconds.
@@ -283,7 +282,7 @@ class PunchPolicy:
         return last is not None and not last.backoff.failures
 
     def note_hosts(self, peer: PeerID, hosts: Hosts) -> None:
-        """Forget the outcome if one of both sides is behind another router now."""
+        """Forget the outcome if either side is behind another router now."""
         last = self._outcomes.get(peer)
         if last is not None and any(map(_has_moved, last.hosts, hosts)):
             del self._outcomes[peer]
@@ -293,7 +292,7 @@ class PunchPolicy:
         self._outcomes[peer] = _PunchOutcome(hosts)
 
     def note_failure(self, peer: PeerID, hosts: Hosts) -> None:
-        """A punch has made none."""
+        """A punch has made no connection."""
         last = self._outcomes.get(peer)
         outcome = self._outcomes[peer] = _PunchOutcome(hosts)
         if last is not None:
@@ -301,24 +300,24 @@ class PunchPolicy:
         outcome.backoff.fail(self._now())
 
     def note_hopeless(self, peer: PeerID, hosts: Hosts) -> None:
-        """The routers of both sides give each connection another port, so nobody can guess any."""
+        """Both routers give each connection another port, so neither side can predict the other's."""
         self._outcomes[peer] = _PunchOutcome(
             hosts, Backoff(FIRST_PAUSE, LONGEST_PAUSE, failures=1, rests_until=math.inf)
         )
 
     def clear(self) -> None:
-        """This machine is in another network: nothing of before holds."""
+        """Forget all outcomes: this machine is in another network."""
         self._outcomes.clear()
 
 
 def _has_moved(before: str, now: str) -> bool:
-    """Whether a host is another one. A machine is seen at an IPv4 or an IPv6 address, depending on how it has come."""
+    """Whether a host has changed. Addresses of different IP versions may belong to the same machine."""
     return before != now and (":" in before) == (":" in now)
 
 
 @dataclass(eq=False)
 class _Plan:
-    """A punch: what is dialled from each port, and what has come of it."""
+    """A punch: what is dialled from each port, and the results."""
 
     targets: list[list[Multiaddr]]
     round_trip: float
@@ -327,13 +326,13 @@ class _Plan:
     begun_at: float
     going_on: int = 0
     reasons: list[str] = field(default_factory=list)
-    """Of the ports that have failed."""
+    """Why ports have failed, one reason for each."""
     is_given_up: bool = False
-    """Nobody waits for some port any more, so it says nothing about the way."""
+    """Whether the wait for a port was cancelled, so that the punch proves nothing about the routers."""
     has_succeeded: bool = False
 
     def is_late(self, now: float) -> bool:
-        """Whether it should have brought something by now. Until its end, nobody waits for another one to that peer."""
+        """Whether it should have connected by now. While it lasts, no dial waits for another punch to that peer."""
         return now - self.begun_at > head_start(self.begun_at - self.since)
 
 
@@ -342,9 +341,9 @@ class Puncher:
 
     Args:
         transport: of this peer.
-        metrics: counts what came of it.
-        on_stream: gets who has connected to this peer and proven who it is.
-        own_reach: what this peer says of itself.
+        metrics: counts the results.
+        on_stream: gets each stream whose other side has dialled and proven its identity.
+        own_reach: the reach that this peer announces.
     """
 
     def __init__(
@@ -359,17 +358,17 @@ class Puncher:
         self._on_stream = on_stream
         self._own_reach = own_reach
         self.policy = PunchPolicy(asyncio.get_running_loop().time)
-        """Knows which peers are worth it."""
+        """Says which peers are worth a punch."""
         self._punching: set[asyncio.Task[Stream]] = set()
         self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
         self._is_closed = False
 
     def forget_routers(self) -> None:
-        """This machine is behind other routers: nothing of before holds."""
+        """Forget all outcomes: this machine is behind other routers."""
         self.policy.clear()
 
     def is_worth_it(self, peer: PeerID) -> bool:
-        """Whether to ask for a punch when this peer is dialled."""
+        """Whether to ask for a punch when dialling a peer."""
         if self._transport.is_proxied:
             return False
         if self.policy.expects_success(peer):
@@ -383,11 +382,11 @@ class Puncher:
         return self.policy.expects_success(peer)
 
     def note_unpunched(self, peer: PeerID, circuits: Sequence[Circuit]) -> None:
-        """There is no punch this time; but circuits show whether one of both sides is elsewhere by now."""
+        """Note circuits without a punch: they show whether either side has moved."""
         self.policy.note_hosts(peer, _hosts_of(circuits))
 
     async def close(self) -> None:
-        """Give up all punches of this side as a dialler, and end connections that nobody has taken."""
+        """Give up all punches that this side has dialled, and end connections that nobody has taken."""
         self._is_closed = True
         await _drop(*self._punching)
 
@@ -402,14 +401,14 @@ class Puncher:
         """Exchange candidates on the first circuit, and begin to punch from the ports of all of them.
 
         Args:
-            peer: the other one, whose identity is still to be proven.
-            reach: what is known of it.
-            circuits: on which nothing has been sent yet. Afterwards, the handshake begins on each.
+            peer: the other peer, which has not proven its identity yet.
+            reach: its reach, as far as known.
+            circuits: circuits on which nothing was sent yet. Afterwards, the handshake begins on each.
             since: when the dial began, in the time of the loop.
 
         Returns:
-            For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
-            ``DialError`` if there is none. Cancelling it gives up that port. Nothing if there is no punch.
+            For each circuit, a future of the first stream on which the other peer has proven its identity. It fails
+            with a ``DialError`` if there is none. Cancelling it gives up that port. Empty if there is no punch.
         """
         hosts = _hosts_of(circuits)
         self.policy.note_hosts(peer, hosts)
@@ -431,7 +430,7 @@ class Puncher:
         if not targets:
             nothing: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
             nothing.set_exception(DialError(f"no address for a direct connection to peer {peer} is known"))
-            nothing.exception()  # so that nobody has to look at it
+            nothing.exception()  # marks it as retrieved, so that asyncio does not log it
             return nothing
         plan.going_on += 1
         self._unsuccessful[plan] = peer
@@ -473,18 +472,18 @@ class Puncher:
             async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
                 await self._prove_one(peer, sessions, proven)
         except DialError:
-            # The other side has named these addresses, and must not see from the time whether something listens there.
+            # The other side has named these addresses. The timing must not tell it whether something listens there.
             await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
             raise
         except BaseException:
-            # It may have been given up while the rest was being dropped: then nobody gets what was found.
+            # If this was cancelled while the rest was being dropped, nobody gets the streams that were found.
             for stream in proven:
                 stream.abort()
             raise
         return proven[0]
 
     async def _prove_one(self, peer: PeerID, sessions: AsyncGenerator[Session, None], proven: list[Stream]) -> None:
-        """Shake hands on whatever connects, until the peer has proven who it is on one; that is added to ``proven``."""
+        """Shake hands on each connection until the peer has proven its identity on one; add that one to ``proven``."""
         error: BaseException = DialError(f"no direct connection to peer {peer} came about in {PUNCH_SECONDS:g} s")
         coming: asyncio.Task[Session | None] = asyncio.ensure_future(anext(sessions, None))
         proving: set[asyncio.Task[Stream]] = set()
@@ -512,10 +511,10 @@ class Puncher:
     # --- the side that is dialled -------------------------------------------------------------------------------------
 
     async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
-        """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
+        """Exchange candidates as the target; afterwards the handshakes may begin on the circuits.
 
         Returns:
-            The punch: it lasts while it is awaited, and hands on what connects.
+            The punch: it lasts while it is awaited, and hands on each proven stream.
         """
         own = Candidates() if self._are_both_hard(reach) else self._own_candidates(circuits)
         plan = await self._exchange(peer, circuits, own, asyncio.get_running_loop().time())
@@ -531,7 +530,7 @@ class Puncher:
         )
 
     async def _receive_direct(self, peer: PeerID, session: Session, targets: Sequence[Multiaddr], plan: _Plan) -> None:
-        """Hand on everything that connects to a port, until the dialler has what it wanted."""
+        """Hand on each proven stream to a port, until the dialler has the connection that it wanted."""
         has_come = asyncio.Event()
 
         def on_direct(stream: Stream) -> None:
@@ -560,7 +559,7 @@ class Puncher:
     # --- both ---------------------------------------------------------------------------------------------------------
 
     async def _exchange(self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float) -> _Plan | None:
-        """Tell the other side where this one can be reached, and hear the same of it; ``None``: it failed to say so."""
+        """Exchange candidates with the other side; ``None`` if that failed."""
         loop, first = asyncio.get_running_loop(), circuits[0].session
         begun_at = loop.time()
         try:
@@ -568,15 +567,15 @@ class Puncher:
                 await send_frame(first, own)
                 theirs = await receive_frame(first, Candidates)
         except (TimeoutError, ProtocolError, StreamClosedError) as e:
-            first.abort()  # the two sides may be at different places of it
+            first.abort()  # the two sides may be out of step on it
             logger.debug("no candidates exchanged with %s: %r", peer, e)
             return None
-        # Both sides send at one moment, so the wait was one way. If the other side was late, pauses are longer.
+        # Both sides send at the same moment, so the wait was one way. If the other side was late, pauses are longer.
         return self._plan(circuits, theirs, 2 * (loop.time() - begun_at), since)
 
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
         if self._transport.is_proxied:
-            return Candidates()  # what others see is the proxy, and what goes past it is not wanted
+            return Candidates()  # others see the proxy, and connections that bypass it are not wanted
         ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_AT_ONCE]]
         return own_candidates(ports, global_ipv6(self._transport.addresses()))
 
@@ -600,16 +599,16 @@ def _host_of(address: Multiaddr | None) -> str:
 
 
 def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
-    """Where the relay sees both sides, by the first circuit."""
+    """The hosts at which the relay sees both sides on the first circuit."""
     return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
 
 
 async def _nothing() -> None:
-    """A punch that there is not."""
+    """Stand in for a punch when there is none."""
 
 
 async def _drop(*work: asyncio.Task[Any]) -> None:
-    """Give up tasks that make streams or sessions, and end what they have made already."""
+    """Cancel tasks that make streams or sessions, and end those that they have already made."""
     try:
         await cancel_and_wait(*work)
     finally:  # the caller may be cancelled, but the tasks have ended all the same

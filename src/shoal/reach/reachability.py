@@ -1,15 +1,15 @@
 """Whether others can call this peer, concluded from evidence. Nothing here touches the network or looks at a clock.
 
 A host in one of this machine's own networks is inside, any other is outside. Each address of this peer is unknown,
-confirmed or refuted. The evidence, in the order of its weight:
+confirmed or refuted. The evidence, strongest first:
 
-- a connection that was accepted from outside on the listening port. Nobody ever dials from that port, so no hole in a
-  router can fake it;
-- verdicts of others that have dialled back. Two witnesses on different hosts refute an address together, or one if only
-  one is known; a success outweighs refutations for a while, and only counts if somebody has come since the witness was
-  asked. Witnesses inside say nothing of the outside.
+- a connection that was accepted from outside on the listening port. This peer never dials from that port, so a hole in
+  a router cannot fake it;
+- verdicts of witnesses that have dialled back. Two witnesses on different hosts refute an address together, or one if
+  only one is known. A success outweighs refutations for a while, but counts only if a connection has arrived since the
+  witness was asked. Witnesses inside prove nothing about the outside.
 
-From that follows what this peer is:
+The state of this peer follows from that:
 
 ```
               an address is confirmed
@@ -36,21 +36,22 @@ from shoal.net.transport import Stream
 from shoal.peers.identity import PeerID
 from shoal.peers.multiaddr import Multiaddr
 
-# How long an accepted connection speaks for an address: until the second check after it, see the manager.
+# How long an accepted connection confirms an address. Derived: 2 * 900, until the second check after it (`CheckTimes`).
 ACCEPTED_SECONDS = 1800.0
-# How long a verdict is remembered: three checks. How long a success outweighs the refutations of others: less than one.
+# How long a verdict is remembered. Derived: 3 * 900, three checks.
 VERDICT_SECONDS = 2700.0
+# How long a success outweighs the refutations of others. Chosen: less than the 900 seconds between two checks.
 SUCCESS_SECONDS = 600.0
-# Chosen. PUBLIC and RELAYED last at least so long, so that others are not told one thing after another.
+# Chosen. PUBLIC and RELAYED last at least this long, so that others do not see the state flap.
 HOLD_SECONDS = 60.0
-# After so long without a connection with anybody outside, this peer's own networks are all there is.
+# After this long without a connection to any peer outside, this peer takes its own networks for the whole world.
 ALONE_SECONDS = HOLD_SECONDS
 
-WITNESSES_TO_REFUTE = 2
+WITNESSES_TO_REFUTE = 2  # chosen: one alone may lie
 
 
 class Reachability(Enum):
-    """What this peer is to others."""
+    """Whether, and how, others can call this peer."""
 
     UNKNOWN = "unknown"
     """Nobody outside has tried yet."""
@@ -63,7 +64,7 @@ class Reachability(Enum):
 
 
 class Reach(IntEnum):
-    """The same in greetings, with what the router of a private peer does to its ports."""
+    """The reachability as told in greetings, with what the router of a private peer does to its ports."""
 
     PUBLIC = 0
     EASY = 1
@@ -87,7 +88,7 @@ class _Record:
 
     accepted_at: float = -math.inf
     verdicts: Bounded[str, tuple[float, bool]] = field(default_factory=lambda: Bounded(16))
-    """By witness: when, and whether it reached this peer."""
+    """By witness: the time of its verdict, and whether it reached this peer."""
 
     def standing(self, now: float, needed: int) -> AddressStatus:
         if now - self.accepted_at <= ACCEPTED_SECONDS:
@@ -102,23 +103,23 @@ class _Record:
 
 
 class Evidence:
-    """Everything that speaks for or against this peer being callable. All times are those of the caller.
+    """The evidence for and against others being able to call this peer. The caller supplies all times.
 
     Args:
-        forced: what the user knows: ``True`` = public, ``False`` = private, ``None`` = find out.
-        announced: addresses that the user announces in place of the own ones. They count as confirmed until others
-            refute them, and are told in any case.
+        forced: what the user has said: ``True`` = public, ``False`` = private, ``None`` = find out.
+        announced: addresses that the user announces in place of this machine's. They count as confirmed until others
+            refute them, and are told to others in any case.
     """
 
     def __init__(self, forced: bool | None = None, announced: Sequence[Multiaddr] = ()) -> None:
         self.forced = forced
         self.announcement = list(announced)
         self.own: list[Multiaddr] = []
-        """Where this peer listens, the best first."""
+        """The addresses on which this peer listens, the best first."""
         self.offers: dict[str, Multiaddr] = {}
-        """Addresses in front of it that may lead here, by where they come from, such as a mapping of the router."""
+        """Addresses in front of this machine that may lead here, by source, such as a mapping of the router."""
         self.witnesses = 0
-        """How many hosts are known that can bear witness."""
+        """The number of known hosts with possible witnesses."""
         self.state = Reachability.PUBLIC if forced is not False else Reachability.CLIENT
         self._records: dict[Multiaddr, _Record] = {}
         self._outside_at = -math.inf
@@ -131,17 +132,17 @@ class Evidence:
     # --- evidence -----------------------------------------------------------------------------------------------------
 
     def note_outside(self, now: float) -> None:
-        """There is a connection with somebody outside."""
+        """There is a connection with a peer outside."""
         self._outside_at = now
 
     def note_accepted(self, now: float, at: Multiaddr, *, is_outside: bool) -> bool:
-        """Somebody has connected to the listening port.
+        """A peer has connected to the listening port.
 
         Args:
             at: the address of this end, as this machine sees it.
 
         Returns:
-            Whether it is clear which address that confirms; otherwise a check has to find out.
+            Whether it is clear which address this confirms; otherwise a check has to find out.
         """
         if not is_outside:
             self._open_inside_at = now
@@ -159,18 +160,18 @@ class Evidence:
         self._record(address).verdicts[witness] = now, reached
 
     def note_judged(self) -> None:
-        """All witnesses that were asked have answered: what is still unknown now has nobody to confirm it."""
+        """All witnesses have answered; no further verdicts will confirm the addresses that are still unknown."""
         self._is_judged = True
 
     def note_inside(self, now: float, *, reached: bool) -> None:
-        """Somebody inside has dialled this peer, or could not: then not even its own networks can call it."""
+        """A peer inside has dialled this one, or could not: then not even its own networks can call it."""
         if reached:
             self._open_inside_at = now
         elif now - self._open_inside_at > SUCCESS_SECONDS:
             self._shut_inside_at = now
 
     def is_shut(self, now: float) -> bool:
-        """Not even this peer's own networks can call it."""
+        """Whether not even this peer's own networks can call it."""
         return self._shut_inside_at > self._open_inside_at and now - self._shut_inside_at <= ACCEPTED_SECONDS
 
     def _record(self, address: Multiaddr) -> _Record:
@@ -180,7 +181,7 @@ class Evidence:
         return self._records.setdefault(address, _Record())
 
     def _offers(self) -> list[Multiaddr]:
-        """The latest source first."""
+        """The offered addresses, the latest source first."""
         return [offer for offer in reversed(self.offers.values()) if offer not in self.own]
 
     # --- conclusions --------------------------------------------------------------------------------------------------
@@ -195,25 +196,25 @@ class Evidence:
         return found
 
     def to_check(self) -> list[Multiaddr]:
-        """The addresses that witnesses should dial: where this peer may be reached from far away."""
+        """The addresses that witnesses should dial: those that may be reachable from far away."""
         if self.announcement:
             return list(self.announcement)
         return [*dict.fromkeys([*filter(is_global, self.own), *self._offers()])]
 
     def is_alone(self, now: float) -> bool:
-        """Nobody outside has been there for a while, and nobody inside has found this peer shut."""
+        """Whether no peer outside was connected for a while, and no peer inside has failed to dial this one."""
         return now - self._outside_at > ALONE_SECONDS and not self.is_shut(now)
 
     def confirmed(self, now: float) -> list[Multiaddr]:
-        """The addresses of this peer that work from outside."""
+        """The addresses of this peer that are known to work from outside."""
         every = dict.fromkeys([*self.announcement, *self.own, *self._offers()])
         return [address for address in every if self.standing(now, address) is AddressStatus.CONFIRMED]
 
     def conclude(self, now: float, *, is_reserved: bool) -> Reachability:
-        """What this peer is now.
+        """The state of this peer now.
 
         Args:
-            is_reserved: a relay holds a reservation.
+            is_reserved: whether a relay holds a reservation for it.
         """
         if is_reserved:
             self._reserved_at = now
@@ -238,7 +239,7 @@ class Evidence:
     def announced(self, now: float, circuits: Iterable[Multiaddr], most: int) -> list[Multiaddr]:
         """The addresses to tell others, the best first: confirmed global ones, private ones, circuits.
 
-        Before the first verdict all own addresses are told, because witnesses must know what to dial.
+        Before the first verdict all addresses of this machine are told, because witnesses must know what to dial.
         """
         if self.announcement:
             direct = list(self.announcement)
@@ -256,26 +257,26 @@ class Evidence:
 
 
 class Contacts:
-    """Remembers the latest ones, and which of them outside are connected now."""
+    """Remembers the peers that were connected most recently, and which of those outside are connected now."""
 
     def __init__(self) -> None:
         self._outside: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_several = False
-        # By peer: the host that it shares with others, and whether it is outside; the latest last.
+        # By peer: its host, and whether it is outside; the latest last.
         self._places: Bounded[PeerID, tuple[str, bool]] = Bounded(256)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def note(self, stream: Stream, address: Multiaddr, *, is_outside: bool) -> None:
-        """There is a connection with a peer at this address."""
+        """A connection with a peer at this address was made."""
         peer = stream.remote
         if is_outside:
             self._outside.add(stream)
         self._places[peer] = network_of(address) or str(peer), is_outside
 
     def look_outside(self) -> tuple[bool, bool]:
-        """Whether anybody outside is connected, and whether all of several have gone since the last look."""
+        """Whether any peer outside is connected, and whether all of several have gone since the last look."""
         alive = [stream for stream in self._outside if not stream.closed]
         have_all_gone = not alive and self._had_several
         self._had_several = len({stream.remote for stream in alive}) > 1
@@ -286,18 +287,18 @@ class Contacts:
         return self._places.get(peer, ("", False))
 
     def draw(self, rng: random.Random, count: int, is_usable: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Some of them."""
+        """A random choice of them."""
         usable = [peer for peer in self._places if is_usable(peer)]
         return rng.sample(usable, min(count, len(usable)))
 
     def num_hosts(self, is_usable: Callable[[PeerID], bool]) -> int:
-        """How many hosts there are, outside if there are any."""
+        """The number of hosts outside; if there are none, the number of hosts inside."""
         return len(self._by_host(is_usable)[0])
 
     def witnesses(
         self, rng: random.Random, count: int, is_usable: Callable[[PeerID], bool]
     ) -> tuple[list[PeerID], bool]:
-        """Peers on different hosts, and whether these are outside; only if nobody is, peers of the own networks."""
+        """Peers on different hosts, and whether they are outside. Peers inside only if none is outside."""
         by_host, is_outside = self._by_host(is_usable)
         hosts = rng.sample(sorted(by_host), min(count, len(by_host)))
         return [rng.choice(by_host[host]) for host in hosts], is_outside

@@ -1,4 +1,4 @@
-"""Simulated networks in virtual time. They run the same code as real sockets do, with faults drawn from a seed.
+"""Simulated networks in virtual time. They run the same code as over real sockets, with faults drawn from a seed.
 
 ::
 
@@ -18,14 +18,14 @@
 - :func:`run` runs a coroutine on a :class:`VirtualTimeLoop`, where time passes only when nothing is left to do.
 - A :class:`Network` connects hosts (:class:`Host`) by links (:class:`Link`) with delay, jitter, and connections that
   fail or break. A host has a limited rate each way, a clock that may be off, and a firewall. It can crash, lose
-  power or stand still for a while. The network can be partitioned and healed.
-- Behind a :class:`Nat`, a host can call others and not be called, as behind a router at home.
+  power or freeze for a while. The network can be partitioned and healed.
+- Behind a :class:`Nat`, a host can call others but cannot be called, as behind a home router.
 - :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
-- A :class:`DHTSwarm` and an :class:`AveragerSwarm` do without hosts, where a network in memory is enough.
-- A :class:`Trace` is a hash of everything that happened.
+- A :class:`DHTSwarm` and an :class:`AveragerSwarm` need no hosts, for tests where an in-memory network is enough.
+- A :class:`Trace` hashes everything that happened.
 
-In reading order: :mod:`~.loop` is time, :mod:`~.links` carries data between machines, :mod:`~.nat` has the routers
-between them, :mod:`~.network` puts hosts on them, and :mod:`~.swarm` and :mod:`~.averagers` start many nodes.
+In reading order: :mod:`~.loop` has virtual time, :mod:`~.links` carries data between machines, :mod:`~.nat` has the
+routers between them, :mod:`~.network` has the hosts, and :mod:`~.swarm` and :mod:`~.averagers` start many nodes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     )
     from shoal.testing.swarm import DHTSwarm, Swarm
 
-# These load at first use, because they need more than the network: the DHT, or torch.
+# These load at first use, because they need the DHT or torch besides the network.
 _HOME_OF = {
     **dict.fromkeys(("start_dht_node", "start_dht_nodes", "start_peers"), "shoal.testing.averagers"),
     **dict.fromkeys(

@@ -102,7 +102,7 @@ class SharedTable:
         self.records: dict[Any, dict[Any, ValueWithExpiration[Any]]] = {}
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> ValueWithExpiration[Any] | None:
-        """The dictionary under a key, as :meth:`DHTNode.get` returns it. Further arguments are ignored."""
+        """The dictionary under a key, as :meth:`DHTNode.get` returns it. Other arguments are ignored."""
         await asyncio.sleep(self.delay)
         now = get_dht_time()
         alive = {k: v for k, v in self.records.get(key, {}).items() if v.expiration_time > now}
@@ -202,7 +202,7 @@ async def start_averagers(
     """Start one averager for each list of tensors, each on a new host.
 
     Args:
-        table: where they find each other; default: one that answers at once.
+        table: where they find each other; default: a table that answers at once.
         settings: as for :func:`start_averager`.
     """
     shared = table or SharedTable()
@@ -224,7 +224,7 @@ def make_step(
         now: the time by the clock of its host.
         timeout: seconds for finding a group.
         gather: data for the other members of the group.
-        triggered: the all-reduce may begin as soon as there is a group.
+        triggered: whether the all-reduce may begin as soon as there is a group.
         settings: fields of :class:`StepControl`. By default, ``scheduled_time`` is ``min_matchmaking_time`` from now.
     """
     settings.setdefault("scheduled_time", now + node.config.min_matchmaking_time)

@@ -1,7 +1,7 @@
-"""What carries data between simulated machines: access lines, the paths between them, and connections.
+"""Carries data between simulated machines: access lines, the paths between them, and connections.
 
-All connections of a machine share the rate of its access line fairly. Each pair of machines has a path with a delay of
-its own between their access lines. A connection (:class:`SimulatedStream`) sends through the line of its machine, the
+All connections of a machine share the rate of its access line fairly. Each pair of machines has a path with its own
+delay between their access lines. A connection (:class:`SimulatedStream`) sends through the line of its machine, the
 path, and the line of the other machine.
 """
 
@@ -58,11 +58,11 @@ class Trace:
         return self._hash.hexdigest()
 
 
-# A turn lasts a millisecond, but has at least a packet of Ethernet, and at most what a system sends at once. Chosen.
+# A turn lasts a millisecond, but sends at least an Ethernet packet, and at most what a system sends at once. Chosen.
 _TURN_SECONDS = 0.001
 _MIN_TURN_BYTES = 1500
 _MAX_TURN_BYTES = 2**16
-_QUEUE_SECONDS = 0.01  # the longest wait of small pieces that pass in the order in which they were sent, without turns
+_QUEUE_SECONDS = 0.01  # chosen: the longest wait of small pieces that pass in order, without turns
 
 
 class AccessLine:
@@ -77,10 +77,10 @@ class AccessLine:
         self._loop = asyncio.get_running_loop()
         self._turns: deque[Flow] = deque()  # the first one is being served
         self.busy_until = 0.0
-        """Loop time at which all that was sent by :meth:`pass_at_once` will have passed."""
+        """Loop time at which everything sent by :meth:`pass_at_once` will have passed."""
 
     def pass_at_once(self, size: int) -> float | None:
-        """Loop time at which a small piece will have passed, as most are; ``None`` if it has to wait for a turn."""
+        """Loop time at which a small piece will have passed; ``None`` if it has to wait for a turn."""
         rate, now = self.rate, self._loop.time()
         if rate is None or size > _MIN_TURN_BYTES or self._turns or self.busy_until > now + _QUEUE_SECONDS:
             return None
@@ -88,7 +88,7 @@ class AccessLine:
         return self.busy_until
 
     def pass_after_all(self, forward: Callable[[Piece], None], piece: Piece) -> None:
-        """Forward what takes no time, but does not overtake what :meth:`pass_at_once` has accepted."""
+        """Forward a piece that takes no time, after everything that :meth:`pass_at_once` has accepted."""
         is_busy = self.busy_until > self._loop.time()
         self._loop.call_at(self.busy_until, forward, piece) if is_busy else forward(piece)
 
@@ -119,10 +119,10 @@ class AccessLine:
 
 
 class Flow:
-    """What one connection sends through an :class:`AccessLine`.
+    """The data that one connection sends through an :class:`AccessLine`.
 
     Attributes:
-        queue: what has not passed yet; short, and never starts with the end of the stream or an empty piece.
+        queue: pieces that have not passed yet; short, and never starts with the end of the stream or an empty piece.
     """
 
     __slots__ = ("_forward", "_line", "queue")
@@ -132,7 +132,7 @@ class Flow:
         self.queue: list[Piece] = []
 
     def pass_at_once(self, piece: Piece) -> float | None:
-        """When a piece will have passed, in the time of the loop; ``None``: it must be :meth:`put`."""
+        """Loop time at which a piece will have passed; ``None`` if it must be :meth:`put`."""
         return None if self.queue or not piece else self._line.pass_at_once(len(piece))
 
     def put(self, piece: Piece) -> None:
@@ -186,11 +186,11 @@ class Path:
 
     Attributes:
         delay: seconds one way, drawn from the link's range.
-        is_cut: whether the path is cut, so that nothing comes through.
+        is_cut: whether the path is cut, so that nothing gets through.
         held: connection ends that have data waiting at the cut, in order.
     """
 
-    __slots__ = ("delay", "held", "is_cut", "jitter", "link")  # there is one for each two peers that have ever met
+    __slots__ = ("delay", "held", "is_cut", "jitter", "link")  # there is one for each pair of peers that ever met
 
     def __init__(self, link: Link, delay: float, is_cut: bool) -> None:
         self.held: dict[SimulatedStream, None] = {}
@@ -198,7 +198,7 @@ class Path:
         self.change(link, delay)
 
     def change(self, link: Link, delay: float) -> None:
-        """Change the link and delay; data that is on its way already is not affected."""
+        """Change the link and delay; data in flight is not affected."""
         self.link, self.delay, self.jitter = link, delay, link.jitter
 
     def release_held(self) -> None:
@@ -215,7 +215,7 @@ class HostState(Enum):
     CRASHED = "crashed"
     """The program is gone, and the machine says so: its connections have ended, and new ones are refused."""
     OFF = "off"
-    """The machine is gone: it answers nothing, and its connections seem to be open but silent."""
+    """The machine is gone: it answers nothing, and its connections seem open but silent."""
 
 
 class Station(Machine):
@@ -260,7 +260,8 @@ class Station(Machine):
         self.incoming.rate = rate
 
 
-# Seconds of retransmission without an acknowledgement after which a host gives up a connection, as Linux does.
+# Seconds of retransmission without an acknowledgement after which a host gives up a connection. About that of Linux:
+# tcp_retries2 = 15 gives 924.6 s.
 RETRANSMISSION_SECONDS = 900.0
 
 
@@ -273,7 +274,7 @@ class SimulatedStream(PipeEnd):
         number: number of the connection, for the trace.
         rng: source of the jitter.
         trace: records what arrives here.
-        routers: those that translate the connection; given to one of its ends.
+        routers: the routers that translate the connection; only one of its ends gets them.
     """
 
     other: SimulatedStream
@@ -303,7 +304,7 @@ class SimulatedStream(PipeEnd):
         self._held: list[Piece] = []
         self._has_doubts = False
         self.break_timer: asyncio.TimerHandle | None = None
-        """Breaks the connection, unless this end is closed before."""
+        """Breaks the connection unless this end is closed first."""
         host.streams[self] = None
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -346,11 +347,11 @@ class SimulatedStream(PipeEnd):
                 self.break_timer.cancel()
 
     def opens_after(self, delay: float) -> None:
-        """Let nothing from here arrive before the other end exists, after this delay."""
+        """Let nothing from here arrive before the other end exists, which takes this delay."""
         self._arrival = self._loop.time() + delay
 
     def sever(self) -> None:
-        """A router has forgotten the connection: whatever is sent from now on reaches nobody."""
+        """A router has forgotten the connection: everything sent from now on is lost."""
         self._is_severed = self.other._is_severed = True
 
     # --- receiving ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 When no callback is ready, time jumps to the next timer. Callbacks run in the order in which they were scheduled, and
 timers in the order of their times; timers with equal times run in the order in which they were set. There are no
-sockets and no threads, so the behaviour of a program on this loop depends on its inputs alone.
+sockets and no threads, so a program's behaviour on this loop depends only on its inputs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Default DHT time at which simulations begin.
+# Default DHT time at which simulations begin. Chosen: a round number of the year 2023.
 START_OF_TIME = 1_700_000_000.0
 
-# A simulation that takes longer in virtual time counts as hanging.
+# A simulation that takes longer in virtual time counts as hanging. Chosen: a week.
 DEFAULT_TIME_LIMIT = 7 * 86400.0
-# How many tasks that have ended are remembered, besides as many as are running.
+# How many references to ended tasks are kept, besides as many as there are running tasks. Chosen.
 MOST_ENDED_TASKS = 64
-# Most rounds of callbacks in a row without any time passing; more count as an endless loop.
+# The most rounds of callbacks in a row without any time passing; more count as an endless loop. Chosen.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
 
 _MAX_LINES = 20
@@ -63,7 +63,7 @@ class _Tasks:
             self._most = 2 * len(self._refs) + MOST_ENDED_TASKS
 
     def unfinished(self) -> list[asyncio.Task[Any]]:
-        """Those that are not done."""
+        """The tasks that are not done."""
         return [task for ref in self._refs if (task := ref()) is not None and not task.done()]
 
 
@@ -79,7 +79,7 @@ class Machine:
     _held: list[_Handle | _Timer] | None = None
 
     def freeze(self) -> None:
-        """Stop everything that runs here, as SIGSTOP does: connections stay, and nobody answers on them."""
+        """Stop everything that runs here, as SIGSTOP does: connections stay open, but nothing answers on them."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         if self._held is None:
@@ -87,7 +87,7 @@ class Machine:
             loop.frozen += 1
 
     def thaw(self) -> None:
-        """Let it continue, with what has arrived in the meantime and the timers that have run out."""
+        """Let it continue, with the data that arrived meanwhile and the timers that have expired."""
         loop, held = asyncio.get_running_loop(), self._held
         assert isinstance(loop, VirtualTimeLoop)
         if held is not None:
@@ -96,7 +96,7 @@ class Machine:
             loop.run_soon(held)
 
     def holds(self, handle: _Handle | _Timer) -> bool:
-        """Whether a callback has to wait, because everything here is stopped."""
+        """Whether a callback has to wait because this machine is frozen."""
         if self._held is None:
             return False
         self._held.append(handle)
@@ -104,7 +104,7 @@ class Machine:
 
     @functools.cached_property
     def tasks(self) -> _Tasks:
-        """What runs here."""
+        """The tasks that run here."""
         return _Tasks()
 
     def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -131,7 +131,7 @@ class Machine:
 
 
 class _Handle(asyncio.Handle):
-    """A callback that is ready. A large simulation makes millions of them, and this takes less than the base class."""
+    """A callback that is ready. Large simulations make millions of them, and this is cheaper than the base class."""
 
     __slots__ = ()
 
@@ -185,15 +185,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._now = 0.0
         self._soon: deque[_Handle | _Timer] = deque()
         self.timers: list[tuple[float, int, _Timer]] = []
-        """When each is due, in the order of a heap."""
+        """A heap of timers, each with the time when it is due."""
         self._timer_numbers = itertools.count()
         self._tasks = _Tasks()
         self._cancelled_timers = 0
         self._rounds_at_this_moment = 0
         self.frozen = 0
-        """How many machines are stopped, see :meth:`Machine.freeze`."""
+        """The number of frozen machines, see :meth:`Machine.freeze`."""
         self.owner = threading.get_ident()
-        """The thread that runs this loop, or that works while the loop stands still."""
+        """The thread that runs this loop, or that works while the loop is paused."""
         self._clock = SwarmClock(self.true_time, self.time)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
-        # Removing one timer from a heap is slow: they stay until they are many.
+        # Removing a single timer from a heap is slow, so cancelled ones stay until there are many.
         if self._cancelled_timers > max(1000, len(self.timers) // 2):
             self.timers = [entry for entry in self.timers if not entry[2].cancelled()]
             heapq.heapify(self.timers)
@@ -406,7 +406,7 @@ def run(
         raise RuntimeError("shoal.testing.run() cannot be called from inside a running event loop")
     loop = VirtualTimeLoop(seed=seed, start_time=start_time, time_limit=time_limit)
     thresholds = gc.get_threshold()
-    # With the usual thresholds, the garbage collector takes up to a third of a large simulation's time.
+    # Measured: with the usual thresholds, the garbage collector takes up to a third of a large simulation's time.
     gc.set_threshold(2_000_000, 50, 100)
     try:
         result: T = loop.run_until_complete(main)
@@ -426,7 +426,7 @@ def run(
 def _end_everything(loop: VirtualTimeLoop) -> None:
     loop.time_limit = math.inf
     ended: set[asyncio.Task[Any]] = set()
-    # What ends may start something else, such as telling others of it.
+    # A task that ends may start others, for example to tell other peers.
     while left := [task for task in loop.unfinished_tasks() if task not in ended]:
         ended.update(left)
         for task in left:

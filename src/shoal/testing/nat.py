@@ -10,11 +10,11 @@ On a :class:`~shoal.testing.Network` with ``internet=True``, every host has an I
 
 What the words mean (RFC 4787):
 
-- *mapping* ``easy``: one inner port has one outer port, whomever it talks to; ``hard``: another one for each
-  destination; ``none``: nothing is translated, so this is a firewall before public addresses.
-- *filtering*: what gets in through an outer port that exists. ``none``: everything; ``address``: packets of hosts to
+- *mapping* ``easy``: an inner port has one outer port for all destinations; ``hard``: another one for each destination;
+  ``none``: nothing is translated, so this is a firewall in front of public addresses.
+- *filtering*: what gets in through an existing outer port. ``none``: everything; ``address``: packets from hosts to
   which something was sent from there; ``port``: only packets from ports to which something was sent. ``open``:
-  everything, also through ports from which nothing was sent yet, as if all were forwarded.
+  everything, even through ports from which nothing was sent yet, as if all were forwarded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.peers.multiaddr import Multiaddr
 
 Endpoint = tuple[str, int]
 """An IP address and a port."""
-# A router forgets the oldest of more mappings than this.
+# With more mappings than this, a router forgets the oldest. Chosen.
 MOST_MAPPINGS = 4096
 
 
@@ -67,7 +67,7 @@ class _Mapping:
     inside: Endpoint
     key: tuple[Endpoint, Endpoint | None]
     contacts: dict[Endpoint, None] = field(default_factory=dict)
-    """Where something was sent from there."""
+    """The destinations to which something was sent from there."""
 
 
 class Nat:
@@ -76,9 +76,9 @@ class Nat:
     Args:
         mapping: which outer port an inner one gets.
         filtering: what gets in from outside.
-        keeps_ports: an easy mapping has the number of the inner port, if it is free.
-        rejects: what does not get in is answered, not dropped.
-        hairpin: hosts behind it reach each other by their outer addresses.
+        keeps_ports: whether an easy mapping keeps the number of the inner port, if it is free.
+        rejects: whether it answers packets that do not get in, rather than dropping them.
+        hairpin: whether hosts behind it reach each other at their outer addresses.
         behind: the next router on the way out, such as that of a carrier.
     """
 
@@ -97,9 +97,9 @@ class Nat:
         self.ip = ""
         """Its outer address."""
         self.prefix = ""
-        """The beginning of the addresses behind it."""
+        """The prefix of the addresses behind it."""
         self.members: list[Located | Nat] = []
-        """What is directly behind it."""
+        """The hosts and routers directly behind it."""
         self.streams: dict[Severable, None] = {}
         """One end of each connection that it translates."""
         self._internet: Internet[Any] | None = None
@@ -137,7 +137,7 @@ class Nat:
     # --- packets ------------------------------------------------------------------------------------------------------
 
     def outward(self, inside: Endpoint, to: Endpoint) -> Endpoint:
-        """The outer port of what is sent from an inner port to a destination."""
+        """The outer port for packets from an inner port to a destination."""
         key = (inside, to if self.mapping == "hard" else None)
         outer = self._outer.get(key)
         if outer is None:
@@ -159,13 +159,13 @@ class Nat:
         return port
 
     def withdraw(self, outer: Endpoint, to: Endpoint) -> None:
-        """An attempt to connect from this outer port was refused: nothing is expected from there any more."""
+        """An attempt to connect from this outer port was refused: expect nothing from that destination any more."""
         mapping = self._mappings.get(outer)
         if mapping is not None:
             mapping.contacts.pop(to, None)
 
     def inward(self, to: Endpoint, source: Endpoint) -> Endpoint | None:
-        """Where something from outside is sent on to; ``None``: it does not get in."""
+        """The inner endpoint to which a packet from outside is forwarded; ``None`` if it does not get in."""
         mapping = self._mappings.get(to)
         if mapping is not None and self._lets_in(mapping, source):
             return mapping.inside
@@ -203,9 +203,9 @@ class Packet:
 
     Attributes:
         to: its destination as the sender knows it.
-        source: its sender, as it is seen now.
+        source: its sender, as seen now.
         place: the router behind which it is; ``None`` = the open internet.
-        left: the routers that it has left behind, with its outer port at each.
+        left: the routers that it has passed, with its outer port at each.
     """
 
     to: Endpoint
@@ -214,7 +214,7 @@ class Packet:
     left: list[tuple[Nat, Endpoint]]
 
     def withdraw(self) -> None:
-        """It was refused."""
+        """The packet was refused."""
         for router, outer in self.left:
             router.withdraw(outer, self.to)
 
@@ -226,7 +226,7 @@ class Arrived(Generic[H]):
     Attributes:
         host: the host that it has reached, or ``None``.
         to: its destination as that host knows it.
-        is_rejected: a router has answered that it does not let it in.
+        is_rejected: whether a router has answered that it does not let it in.
         routers: the routers that it has passed.
     """
 
@@ -299,7 +299,7 @@ class Internet(Generic[H]):
         return Packet(to, source, place, left)
 
     def host_towards(self, packet: Packet) -> H:
-        """A host at the other end, to which it is as far as to that of the packet."""
+        """A host at the other end that is as far away as the destination of the packet."""
         there = self._there[packet.place, packet.to[0]]
         return cast("H", there.first_host()) if isinstance(there, Nat) else there
 

@@ -35,7 +35,7 @@ from shoal.testing.nat import Arrived, Endpoint, Internet, Nat, Packet, address_
 
 T = TypeVar("T")
 
-# The lowest port that a system chooses by itself.
+# The lowest port that a system chooses by itself, as on Linux.
 FIRST_PORT = 32768
 
 
@@ -71,7 +71,7 @@ class Host(Station):
         return f"<Host {self.index}, {self.state.value}>"
 
     def new_port(self) -> int:
-        """A port that is in no use now."""
+        """A port that is not in use now."""
         return FIRST_PORT + next(self._port_numbers) % (2**16 - FIRST_PORT)
 
     # --- running things -----------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Host(Station):
         """Run a coroutine on this host and wait for its result.
 
         Raises:
-            SimulationError: the host is down, or died before the result came.
+            SimulationError: the host is down, or died before there was a result.
         """
         task = self.spawn(coro)
         try:
@@ -121,7 +121,7 @@ class Host(Station):
         self._die(HostState.CRASHED)
 
     def power_off(self) -> None:
-        """Let it vanish: it neither answers nor ends its connections."""
+        """Make it vanish: it neither answers nor ends its connections."""
         self._die(HostState.OFF)
 
     def _die(self, state: HostState) -> None:
@@ -184,12 +184,12 @@ class HostTransport(MemoryTransport):
 
 # Seconds after which a system repeats an attempt to connect that nobody answers (RFC 6298).
 SILENT_SECONDS = 1.0
-# Seconds before an attempt that was refused is repeated, at least; and what is added to half of a round trip at most.
-# Both ends draw from this range, so that their attempts soon cross.
+# The pause after a refused attempt: at least the first number of seconds, at most half a round trip plus the second.
+# Both ends draw from this range, so that their attempts soon cross. As in `shoal.net.tcp.punch`.
 SHORTEST_PAUSE, EXTRA_PAUSE = 0.005, 0.01
 # Round trips for TCP, TLS and the proof of identity, before the dialler may send.
 HANDSHAKE_ROUND_TRIPS = 3
-# Between hosts behind one router.
+# The link between hosts behind one router. Chosen.
 LAN = Link(delay=0.0005)
 # Seconds after which an attempt to connect to a silent address fails, as over TCP.
 DIAL_TIMEOUT = 5.0
@@ -232,7 +232,7 @@ class Network(MemoryNetwork):
         """All hosts, by index."""
         self.internet: Internet[Host] | None = Internet(self.rng) if internet else None
         """Its addresses and routes."""
-        self._punch_ports: dict[Endpoint, PunchPort] = {}  # those from which hosts try to connect to each other now
+        self._punch_ports: dict[Endpoint, PunchPort] = {}  # ports from which hosts punch now
         self._link = link or Link()
         self._uplink, self._downlink = uplink, downlink
         self._paths: dict[tuple[int, int], Path] = {}
@@ -247,7 +247,7 @@ class Network(MemoryNetwork):
         """Add a host to the network.
 
         Args:
-            nat: the router that it is behind, perhaps with others; default: none.
+            nat: the router that it is behind, which it may share with others; default: none.
 
         Raises:
             SimulationError: the network has no addresses, so there is nothing to translate.
@@ -268,7 +268,7 @@ class Network(MemoryNetwork):
         return self._host_of[peer]
 
     def set_link(self, first: Host, second: Host, link: Link) -> None:
-        """Change the link between two hosts, also for their existing connections."""
+        """Change the link between two hosts, including their existing connections."""
         self._path(first, second).change(link, self._draw_delay(link))
 
     def delay_between(self, first: Host, second: Host) -> float:
@@ -295,7 +295,7 @@ class Network(MemoryNetwork):
     def partition(self, *groups: Iterable[Host]) -> None:
         """Cut the network between groups of hosts; a host in no group still reaches everybody.
 
-        As with TCP, messages across the cut are not lost: they come through when the cut is healed, unless the
+        As with TCP, messages across the cut are not lost: they get through when the cut is healed, unless the
         connection was given up before. Replaces an earlier partition.
         """
         self._sides = {host: side for side, group in enumerate(groups) for host in group}
@@ -328,7 +328,7 @@ class Network(MemoryNetwork):
         self._ports[address] = (host, context)
 
     def is_silent(self, here: Host, there: Host) -> bool:
-        """Whether an attempt of one host to connect to another one remains without an answer."""
+        """Whether an attempt of one host to connect to another one gets no answer."""
         return there.is_off or there.firewalled or self._path(here, there).is_cut
 
     async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID | None) -> Stream:
@@ -352,7 +352,7 @@ class Network(MemoryNetwork):
         return near
 
     async def _find(self, here: Host, address: Multiaddr, port: int | None = None) -> _Route:
-        """The way to an address.
+        """The route to an address.
 
         Raises:
             DialError: there is none.
@@ -386,7 +386,7 @@ class Network(MemoryNetwork):
         raise DialError(f"{address}: no answer within {DIAL_TIMEOUT:g} s: nothing is there, or a firewall drops it")
 
     async def _reach(self, here: Host, route: _Route, address: Multiaddr, round_trips: int) -> None:
-        """Wait for the time that it takes to connect.
+        """Wait as long as it takes to connect.
 
         Raises:
             DialError: it has failed.
@@ -410,7 +410,7 @@ class Network(MemoryNetwork):
     def link_hosts(
         self, here: Host, there: Host, routers: Sequence[Nat] = ()
     ) -> tuple[SimulatedStream, SimulatedStream]:
-        """A connection between two hosts, which the second one will see after the delay of the path."""
+        """Make a connection between two hosts; the second one sees it after the delay of the path."""
         path, number = self._path(here, there), next(self._connection_numbers)
         near = SimulatedStream(here, path, number, self.rng, self.trace, routers)
         far = SimulatedStream(there, path, number, self.rng, self.trace)
@@ -444,9 +444,9 @@ class Network(MemoryNetwork):
 
     # --- simultaneous opens -------------------------------------------------------------------------------------------
     #
-    # An attempt opens the sender's own router for answers of its destination. So it gets through the other router if
-    # that one has been opened before it arrives: if an attempt of each side is on its way at the same time. A router
-    # that answers attempts also closes the way again; then both sides try again soon. Otherwise systems repeat an
+    # An attempt opens the sender's own router for answers of its destination. So it gets through the other router if an
+    # attempt of the other side has opened that one before: both attempts must be in flight at the same time. A router
+    # that rejects attempts also closes the hole again; then both sides try again soon. Otherwise systems repeat an
     # attempt after a second.
 
     def punch(
@@ -512,14 +512,14 @@ class Network(MemoryNetwork):
             delay = self.delay_between(here, there)
             call_later = asyncio.get_running_loop().call_later
             call_later(delay, port.connected, MemorySession(near, port.address, candidate))
-            # If it tries itself, the answer to its attempt comes meanwhile; otherwise it waits for that to its answer.
+            # A side that only listens waits for the reply to its answer; one that tries, too, is a trip faster.
             away = delay if source in other.candidates else 2 * delay
             call_later(away, other.connected, MemorySession(far, other.address, source))
         return _Knock.CONNECTED
 
 
 class _Knock(Enum):
-    """What came of one attempt of a simultaneous open."""
+    """The outcome of one attempt of a simultaneous open."""
 
     CONNECTED = "connected"
     REFUSED = "refused"
@@ -528,13 +528,13 @@ class _Knock(Enum):
 
 @dataclass
 class _Route:
-    """The way of a connection.
+    """The route of a connection.
 
     Attributes:
         host: its destination.
         context: that of the listener there.
         inside: the destination's address as that host knows it.
-        local: the port from where it starts, on networks with addresses.
+        local: the port from which it starts, on networks with addresses.
         seen: that port as the destination sees it.
         routers: the routers that it passes.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NodeT = TypeVar("NodeT", DHTNode, "AveragerNode")
 
-# Number of nodes that a newcomer gets as initial peers.
+# The number of nodes that a newcomer gets as initial peers. Chosen.
 INITIAL_PEERS = 3
 
 
@@ -34,9 +34,9 @@ class Swarm(Generic[NodeT]):
         self.delay = delay
         self.network = MemoryNetwork(lambda source, target, size: self._delay_between(source, target))
         self.silent_peers: list[PeerID] = []
-        """Peers that neither send nor receive: messages from them and to them never arrive."""
+        """Silent peers: messages from them and to them never arrive."""
         self.nodes: list[NodeT] = []
-        """All nodes that were started, also those that have ended since."""
+        """All nodes that were started, including those that have ended."""
 
     def _delay_between(self, source: PeerID, target: PeerID) -> float:
         return 1e9 if source in self.silent_peers or target in self.silent_peers else self.delay
@@ -51,7 +51,7 @@ class Swarm(Generic[NodeT]):
         return await P2P.create(transport=self.network.transport(identity), rng=rng, **options)
 
     def fall_silent(self, node: NodeT) -> None:
-        """Let a node fall silent: it neither answers nor breaks its connections."""
+        """Make a node fall silent: it neither answers nor breaks its connections."""
         self.silent_peers.append(node.p2p.peer_id)
 
 

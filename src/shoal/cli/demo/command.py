@@ -1,4 +1,4 @@
-"""The ``shoal demo`` command: starts the peers, kills one, adds one, stops all together, and records what happens."""
+"""The ``shoal demo`` command: starts the peers, kills one, adds one, stops them together, and records what happens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shoal.cli.monitor import check_page, start_page
 from shoal.dht import DHT
 from shoal.errors import ShoalError, end_at_once, torch_is_missing
 
-# What ends the demo early.
+# Signals that end the demo early.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -154,7 +154,7 @@ class Demo:
 
     def _stop(self) -> None:
         self.story.stopped = self._now()
-        last = self.story.epoch + 2  # so that every peer hears of it in time
+        last = self.story.epoch + 2  # late enough for every peer to hear of it
         self._viewer.say(f"{self._clock()} Time is up: all peers stop after epoch {last} and compare parameters.")
         while True:
             for peer in self.story.living:
@@ -189,7 +189,7 @@ class Demo:
             self._listen(left)
 
     def _wait(self, done: Callable[[], bool], timeout: float, what: str) -> None:
-        """Listen until something is done. Timeouts are many times what it takes: only a defect exceeds them."""
+        """Listen until ``done()``. Timeouts are many times longer than needed, so only a defect exceeds them."""
         deadline = time.monotonic() + timeout
         while not done():
             left = deadline - time.monotonic()
@@ -301,7 +301,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A shell makes its background jobs ignore SIGINT: undo that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
-    if importlib.util.find_spec("torch") is None:  # its peers would say so, each of them
+    if importlib.util.find_spec("torch") is None:  # otherwise each peer would say so
         raise torch_is_missing()
     with contextlib.closing(viewer_for(sys.stdout)) as viewer:
         story = Demo(config, viewer).run()

@@ -25,8 +25,8 @@ import msgspec
 RUN_ID = "shoal_demo"
 SYNCHRONOUS = "synchronous"
 METHODS = (SYNCHRONOUS, "diloco", "sparse")
-"""Peers average gradients for each step; or they make many steps of their own between two exchanges, and send their
-progress in 4 bits per value, or only the largest values of it."""
+"""Peers average gradients for each step; or they make many local steps between two exchanges, and send their progress
+in 4 bits per value (diloco), or only its largest values (sparse)."""
 
 
 class JoinSwarm(msgspec.Struct, tag=True):
@@ -36,7 +36,7 @@ class JoinSwarm(msgspec.Struct, tag=True):
 
 
 class Train(msgspec.Struct, tag=True):
-    """The runner's other command: train until the swarm has completed an epoch, then measure and report."""
+    """The runner's other command: train until the swarm has completed ``last``, then measure and report."""
 
     last_epoch: int | None = None
     """``None``: until further notice."""
@@ -62,9 +62,9 @@ class Progress(msgspec.Struct, tag=True):
 
     epoch: int
     swarm_epoch: int
-    """A peer that is behind this epoch downloads the state first."""
+    """The swarm's epoch; a peer that is behind it downloads the state first."""
     samples: int
-    """Samples in the averages that this peer took part in, and in the one that it is gathering for."""
+    """This peer's samples in averages that it took part in, and those gathered for the next one."""
     samples_per_second: float
     loss: float
     """Mean training loss since the last epoch, nats per byte."""
@@ -81,7 +81,7 @@ class EpochDone(msgspec.Struct, tag=True):
 
     epoch: int
     seconds: float
-    """How long this peer waited: for finding the group, averaging and the optimizer's step."""
+    """How long this peer waited for finding the group, averaging and the optimizer's step."""
     group_size: int
     """Number of peers that averaged together; 1 if this peer averaged with nobody."""
 
@@ -91,14 +91,14 @@ class Finished(msgspec.Struct, tag=True):
 
     epoch: int
     samples: int
-    """Samples in the averages that this peer took part in."""
+    """This peer's samples in averages that it took part in."""
     loss: float
     """Loss on the held-out text, measured on many more windows than during training."""
     parameters_sha256: str
     text: str
     """Written by the trained model."""
     synchronous_bytes: int = 0
-    """What this peer would have sent for the same samples if gradients were averaged; 0: they were."""
+    """Bytes that this peer would have sent for the same samples by averaging gradients; 0 if it did average them."""
 
 
 AnyCommand = JoinSwarm | Train
@@ -129,7 +129,7 @@ class PeerProcess:
     """The process of one peer, as seen from the runner.
 
     Args:
-        number: number of the peer.
+        number: the peer's number.
         shards: number of shards into which all peers cut the text.
         log: file for its standard error.
         heard: gets every event of the peer.
@@ -163,7 +163,7 @@ class PeerProcess:
         heard.put((self.number, None))
 
     def tell(self, command: AnyCommand) -> None:
-        """Send a command. A peer that has ended misses it; the runner learns of the end through ``heard``."""
+        """Send a command. A peer that has ended misses it; the runner learns of that through ``heard``."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # BrokenPipeError, or EINVAL on Windows
             self.process.stdin.write(to_line(command))
@@ -226,18 +226,18 @@ class PeerActivity(str, Enum):
 
 @dataclass
 class PeerStory:
-    """One peer as the runner saw it. Times are seconds since training began."""
+    """One peer as the runner sees it. Times are seconds since training began."""
 
     number: int
     state: PeerActivity = PeerActivity.STARTING
     started: float = 0.0
     peer_id: str = ""
     caught_up: float | None = None
-    """When it first had the swarm's epoch."""
+    """When it first caught up with the swarm's epoch."""
     progress: Progress | None = None
     epochs: list[tuple[float, EpochDone]] = field(default_factory=list)
     curve: list[tuple[float, int, float]] = field(default_factory=list)
-    """Time, epoch, held-out loss in nats per byte."""
+    """Tuples of time, epoch and held-out loss in nats per byte."""
     finished: Finished | None = None
 
     @property
@@ -268,7 +268,7 @@ class Story:
     bigram_entropy: float = float("nan")
     now: float = 0.0
     killed: tuple[float, int] | None = None
-    """When, and which peer."""
+    """When a peer was killed, and its number."""
     joined: tuple[float, int] | None = None
     """When the newcomer's process was started, and its number."""
     stopped: float | None = None
@@ -288,11 +288,11 @@ class Story:
         return next((peer.finished.text for peer in self.living if peer.finished), "")
 
     def bytes_sent(self) -> int:
-        """By all living peers."""
+        """Bytes sent by all living peers."""
         return sum(peer.progress.bytes_sent for peer in self.living if peer.progress)
 
     def synchronous_bytes(self) -> int:
-        """What they would have sent if they had averaged gradients; 0: they have."""
+        """Bytes that they would have sent by averaging gradients; 0 if they did average them."""
         return sum(peer.finished.synchronous_bytes for peer in self.living if peer.finished)
 
     @property
@@ -329,7 +329,7 @@ class Story:
         return [(later, later - earlier) for earlier, later in pairwise(times)]
 
     def soon_after_kill(self, moments: Iterable[tuple[float, float]]) -> list[float]:
-        """Of values with their times, those from the 15 seconds after the kill."""
+        """Filter values with their times: those from the 15 seconds after the kill."""
         if self.killed is None:
             return []
         return [value for at, value in moments if self.killed[0] < at <= self.killed[0] + 15]

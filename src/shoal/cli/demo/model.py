@@ -1,7 +1,7 @@
 """A small byte-level transformer in plain torch, and its text: the source of Python's standard library.
 
-Every machine that can run the demo has that text. A hash of its path assigns each file to a shard, so all peers cut the
-text in the same way without asking each other. One file in twenty is held out for measuring.
+Every machine that can run the demo has that text. A hash of its path assigns each file to a shard, so all peers split
+the text in the same way without communication. One file in twenty is held out for measuring.
 
 The baselines are measured on the held-out text too. The *unigram entropy* is the loss of the best model that knows only
 how frequent each byte is. The *bigram entropy* is the loss of the best model that also sees one byte back. Both come
@@ -30,7 +30,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of the transformer; the defaults make about 375 thousand parameters."""
+    """Size of the transformer; the defaults give about 375 thousand parameters. Chosen."""
 
     context: int = 64
     """Number of bytes it looks back."""
@@ -173,8 +173,8 @@ def sample(model: ByteTransformer, prompt: str, length: int, seed: int, temperat
     return bytes(text).decode(errors="replace")
 
 
-HELD_OUT_ONE_IN = 20
-# Enough for the demo many times over; more would only make starting slower.
+HELD_OUT_ONE_IN = 20  # chosen
+# Chosen: many times more than the demo needs; more would only slow down the start.
 MAX_BYTES = 8_000_000
 
 # Folders without readable source text: test data, installed packages, tables of code pages.

@@ -50,10 +50,10 @@ from shoal.optim import Optimizer
 from shoal.optim.diloco.diloco import DiLoCo
 from shoal.optim.diloco.fragments import OuterOptimizerFactory
 
-# All of these are chosen for this model and text: a run of 90 seconds on two cores beats the bigram entropy.
+# All of these are chosen for this model and text, so that a run of 90 seconds on two cores beats the bigram entropy.
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256
-# The same between two exchanges, with the methods that exchange little.
+# The same between two exchanges, for the methods that exchange little.
 SLOT_BATCH_SIZE = 640
 # How messages are encoded, and the outer optimizer. The run is short: much momentum would overshoot.
 LITTLE: dict[str, tuple[CompressionBase, OuterOptimizerFactory]] = {
@@ -172,7 +172,7 @@ class Trainer:
             )
 
     def _common_model(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context the model holds what all peers have in common."""
+        """Inside this context the model holds the parameters that all peers share."""
         optimizer = self.optimizer
         return optimizer.use_outer_parameters() if isinstance(optimizer, DiLoCo) else contextlib.nullcontext()
 
@@ -209,14 +209,14 @@ class Trainer:
 
 @dataclass
 class _Counts:
-    """What a peer has contributed so far."""
+    """Samples that a peer has contributed so far."""
 
     contributed: int = 0
     """Samples in averages that this peer took part in."""
     pending: int = 0
     """Samples since the last epoch."""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=TARGET_BATCH_SIZE // BATCH_SIZE))
-    """Of the latest batches."""
+    """Losses of the latest batches."""
     synchronous_bytes: float = 0.0
     last_round: object = None
 
@@ -263,7 +263,7 @@ def work(commands: queue.Queue[AnyCommand | None], trainer: Trainer, tell: Calla
 
 
 def read_commands(pipe: IO[bytes], commands: queue.Queue[AnyCommand | None]) -> None:
-    """Queue the runner's commands, and ``None`` when it has hung up; then this process has to end soon."""
+    """Queue the runner's commands, and ``None`` when it has hung up; this process must then end soon."""
     for line in pipe:
         commands.put(command_from(line))
     commands.put(None)
@@ -293,7 +293,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Anything that a library prints goes to standard error, so that it does not mix with the events.
+    # Send the output of libraries to standard error, so that it does not mix with the events.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     commands: queue.Queue[AnyCommand | None] = queue.Queue()
     threading.Thread(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# Colour-blind readers can tell these apart, too.
+# Colour-blind readers can tell these apart, too (the palette of Okabe and Ito).
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -183,7 +183,7 @@ def _draw_losses(axes: Axes, story: Story) -> None:
     for peer, colour, marker in zip(story.peers.values(), COLOURS * 99, MARKERS * 99, strict=False):
         times, values = [time for time, _, _ in peer.curve], [loss for _, _, loss in peer.curve]
         axes.plot(times, values, color=colour, marker=marker, markersize=5, linewidth=1.4, alpha=0.85, label=peer.name)
-    # Where the curve is not: it begins high above the lower line, and ends far below the upper one.
+    # Labels are placed away from the curve, which begins high above the lower line and ends far below the upper one.
     levels = [(story.unigram_entropy, "knows only how frequent each byte is (unigram entropy)", 1, -4, 4, "right")]
     levels += [(story.bigram_entropy, "best possible when one byte back is known (bigram entropy)", 0, 4, -12, "left")]
     for level, meaning, x, right, up, side in levels:

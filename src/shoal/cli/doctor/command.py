@@ -34,7 +34,7 @@ from shoal.p2p.joining import parse_peer_addresses
 
 DESCRIPTION = """\
 Checks what may keep this machine from training with others: its settings; for each address how well the peer there can
-be reached, can reach this machine, and does as a relay; then how others reach this machine at all. With --device,
+be reached, can reach this machine, and works as a relay; then how others reach this machine at all. With --device,
 trains there and on the CPU, and compares. Says for each problem what to do. The exit status is 0 if nothing failed.
 """
 THIS_MACHINE = "this machine"
@@ -113,7 +113,7 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
 
 
 class _Table:
-    """Prints findings as they come, under a heading for each subject."""
+    """Prints findings as they arrive, under a heading for each subject."""
 
     def __init__(self) -> None:
         self._about = ""

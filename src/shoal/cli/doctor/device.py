@@ -1,7 +1,7 @@
 """Checks whether peers can train on a graphics card or another device as they do on the CPU.
 
 Two peers in this process train a small model on the CPU, and then on the device with the same data, once for each
-feature that could fail on devices only. The weights must equal those from the CPU, up to the precision of the device.
+feature that could fail only on devices. The weights must equal those from the CPU, up to the precision of the device.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from shoal.optim.grad_averager import GradientAverager
 
 @dataclass(frozen=True)
 class ShortTraining:
-    """The training that is tried. All numbers are chosen."""
+    """The training to try. All numbers are chosen."""
 
     peers: int = 2
     epochs: int = 4
     batches: int = 3
-    """Per peer and epoch."""
+    """Samples per peer and epoch."""
     samples: int = 16
     """Per batch."""
     inputs: int = 32
     width: int = 1024
-    """The middle layer has four megabytes: copying it takes so long that reading it too early gives wrong weights."""
+    """It makes a middle layer of four megabytes: copying that takes so long that an early read gives wrong weights."""
     outputs: int = 8
     learning_rate: float = 0.05
     momentum: float = 0.9
     relative: float = 1e-2
-    """Tolerated difference of weights. Reading too early, or adding twice, makes a much larger one."""
+    """Tolerated difference of weights. An early read, or adding twice, makes a much larger one."""
     absolute: float = 1e-3
     patience: float = 60.0
     """Seconds for each training, which normally takes a few."""
@@ -176,7 +176,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _what_to_do(instead: str) -> str:
-    return f"{instead} until this is mended, and report it, with this output"
+    return f"{instead} until this is fixed, and report it, with this output"
 
 
 def _has_streams(device: torch.device) -> bool:
@@ -312,7 +312,7 @@ class _Crew(ExitStack):
 
 
 def _has_passed(optimizer: Optimizer, epoch: int) -> bool:
-    """Whether an epoch is over; until then, calls ``step`` without new samples to help to end it."""
+    """Whether an epoch is over; until then, call ``step`` without new samples to help it end."""
     if optimizer.local_epoch == epoch:
         optimizer.step(batch_size=0)
     return optimizer.local_epoch > epoch

@@ -36,7 +36,7 @@ INDENT = 26
 IDENTITY_FILE = "identity file"
 PROXY = "proxy"
 TOKEN = "token"
-# Connections and files that a peer of a large swarm may need to have open.
+# Connections and files that a peer of a large swarm may need to have open. Chosen.
 ENOUGH_OPEN_FILES = 1024
 
 
@@ -45,7 +45,7 @@ class Severity(str, Enum):
 
     OK = "ok"
     UNKNOWN = "unknown"
-    """It could not be found out."""
+    """The check gave no answer."""
     WARN = "warn"
     FAIL = "FAIL"
 
@@ -79,7 +79,7 @@ def ok(check: str, text: str, **values: Any) -> Finding:
 
 
 def unknown(check: str, text: str, **values: Any) -> Finding:
-    """It could not be found out; the text says what would help."""
+    """The check gave no answer; the text says what would help."""
     return Finding(check, Severity.UNKNOWN, text, values=values)
 
 
@@ -205,10 +205,10 @@ def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
 
 
 async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[str | None, Finding | None]:
-    """Check the user's token alone; returns the token for the other checks, and the finding if there is a token.
+    """Check only the user's token; returns the token for the other checks, and the finding if there is a token.
 
     Args:
-        token: what the user has given; ``None``: what the environment says.
+        token: the user's token; ``None`` = that of the environment.
         identity_path: the file with the key of this peer, if it is usable.
     """
     identity = await asyncio.to_thread(_identity_in, identity_path)
@@ -216,7 +216,7 @@ async def look_at_token(token: str | None, identity_path: Path | None) -> tuple[
     try:
         membership = await Membership.chosen(token, identity, clock, Metrics())
     except P2PDaemonError as error:
-        # The other checks continue, as those of a stranger.
+        # The other checks continue without a token.
         return "", fail(TOKEN, str(error), "give a usable one with --token, or unset SHOAL_TOKEN for an open run")
     if membership is None:
         return token, None
@@ -235,14 +235,14 @@ def _identity_in(path: Path | None) -> Identity:
 
 
 def accepted(p2p: P2P) -> Finding | None:
-    """Says that both sides are members, if the run is private."""
+    """The finding that both sides are members, if the run is private."""
     if p2p.membership is None:
         return None
     return ok(TOKEN, f"both are members of the run {p2p.membership.token.run}")
 
 
 def refused(error: NotAMemberError) -> Finding:
-    """Why one of both sides refuses the other."""
+    """The finding that one side refuses the other."""
     return fail(
         TOKEN, str(error), "compare what `shoal token show` says at both peers; `shoal token invite` makes a token"
     )

@@ -42,7 +42,7 @@ from shoal.reach.checkup import (
 from shoal.reach.presence import check_identity_is_free
 
 ANSWER_SECONDS = 5.0
-# Slower lines are worth a warning: averaging 100 MB takes minutes. Chosen, as all seconds here.
+# Slower lines are worth a warning: averaging 100 MB takes minutes. Chosen, like all numbers here.
 SLOW_MEGABITS = 10.0
 NO_ANSWER = (ShoalError, OSError)
 
@@ -58,7 +58,7 @@ async def look_at_peer(
     Args:
         p2p: the peer of this machine.
         address: without ``/p2p``.
-        expected_peer: the peer that is expected there; ``None``: any, and ``p2p.met`` tells later which one it is.
+        expected_peer: the peer expected there; ``None`` = any; ``p2p.met`` then tells which one it is.
         keeps_identity: whether this machine's peer uses a stored identity, which others may know.
     """
     if not p2p.transport.supports(address):
@@ -299,7 +299,7 @@ async def measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -
             await call.receive(Bulk)
         seconds = time.perf_counter() - began
         best = max(best, size * 8e-6 / max(seconds - round_trip, 1e-4))
-        if seconds > 0.2 or size >= MAX_BULK_BYTES:  # long enough to be measured
+        if seconds > 0.2 or size >= MAX_BULK_BYTES:  # long enough to measure
             return best
         size = min(4 * size, MAX_BULK_BYTES)
 

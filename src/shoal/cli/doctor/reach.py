@@ -1,4 +1,4 @@
-"""Checks whether others can call this machine, what is in between, and what another peer does as a relay."""
+"""Checks whether others can call this machine, what is in between, and whether another peer works as a relay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def look_at_reach(p2p: P2P, peers: Sequence[PeerID]) -> AsyncIterator[Find
 
     Args:
         p2p: the peer of this machine.
-        peers: those that could be reached from here.
+        peers: the peers that could be reached from here.
     """
     if p2p.client_mode:
         return
@@ -158,12 +158,12 @@ async def _port_mapping(p2p: P2P) -> Finding:
 
 # --- the other peer as a relay ---------------------------------------------------------------------------------------
 
-RESERVE_SECONDS = 10.0
+RESERVE_SECONDS = 10.0  # chosen
 RUN_ONE = "run 'shoal dht' on a machine that others can call"
 
 
 async def ask_for_reservation(p2p: P2P, peer: PeerID) -> ReserveAnswer | None:
-    """What a peer answers to the request for a reservation, which is given back at once; ``None``: nothing.
+    """A peer's answer to the request for a reservation, which is given back at once; ``None`` without an answer.
 
     Raises:
         ShoalError, OSError: it cannot be asked.
@@ -177,7 +177,7 @@ async def ask_for_reservation(p2p: P2P, peer: PeerID) -> ReserveAnswer | None:
 
 
 async def is_relay(p2p: P2P, peer: PeerID) -> bool:
-    """Whether a peer takes a reservation now."""
+    """Whether a peer grants a reservation now."""
     try:
         answer = await ask_for_reservation(p2p, peer)
     except NO_ANSWER:
@@ -188,12 +188,12 @@ async def is_relay(p2p: P2P, peer: PeerID) -> bool:
 async def look_at_relay(
     p2p: P2P, address: Multiaddr, peer: PeerID, round_trip: float, token: str | None
 ) -> AsyncIterator[Finding]:
-    """Ask a peer for a reservation; if it takes one, let this machine call itself through it.
+    """Ask a peer for a reservation; if it grants one, let this machine call itself through it.
 
     Args:
         p2p: the peer of this machine, connected to the other one.
         address: where the other one is, without ``/p2p``.
-        round_trip: seconds to the other one and back, as measured.
+        round_trip: measured seconds to the other one and back.
         token: of the run.
     """
     try:
@@ -241,7 +241,7 @@ async def _through(address: Multiaddr, relay: PeerID, token: str | None) -> Find
             guest.reservations.trusted = [(address, relay)]
             guest.reservations.want(True)
             await reserved.wait()
-        caller.circuits.punching = None  # it is the relay that is to be measured
+        caller.circuits.punching = None  # measure the relay, not a direct connection
         caller.add_addresses(guest.peer_id, [circuit_address(address, relay)])
         began = time.perf_counter()
         async with asyncio.timeout(RESERVE_SECONDS):

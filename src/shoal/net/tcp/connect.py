@@ -4,10 +4,9 @@ A host may have several addresses, some of which lead nowhere. They are tried as
 turns, each attempt starts a little later than the one before, and the first address that answers wins. So an address
 that answers late (Windows takes two seconds to refuse a port) or never delays the others only for a moment.
 
-Some computers reach the internet by no other way than a proxy. The usual environment variables name it: ``HTTPS_PROXY``
-or ``ALL_PROXY``, and ``NO_PROXY`` for what goes directly. It speaks HTTP CONNECT or SOCKS5. Both are a few lines, and
-what is installed without extras can get out. Addresses that mean something in one network alone, such as 192.168.1.2,
-never go through it.
+Some computers reach the internet only through a proxy. The usual environment variables name it: ``HTTPS_PROXY`` or
+``ALL_PROXY``, and ``NO_PROXY`` for hosts to reach directly. It speaks HTTP CONNECT or SOCKS5. Both take a few lines, so
+no extra package is needed. Private addresses, such as 192.168.1.2, never go through it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from urllib.parse import unquote, urlsplit
 from shoal.base.logs import one_line
 from shoal.net.tcp.stream import WRITE_HIGH_WATER, OwnSocket
 
-# Seconds after which the next address of a host is tried beside those that have not answered yet, by RFC 8305.
+# Seconds until the next address of a host is tried in parallel with those that have not answered yet (RFC 8305).
 CONNECT_STAGGER = 0.25
-# A host that vanishes silently is noticed within about a minute, even while nobody writes.
+# Chosen: a host that vanishes silently is noticed after a minute (20 + 4 * 10 seconds), even while nobody writes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
@@ -53,14 +52,14 @@ async def connect(
     prepare: Callable[[socket.socket], object] | None = None,
     judge: Callable[[str], bool] | None = None,
 ) -> socket.socket:
-    """A connected socket to the first address of a host that answers.
+    """Connect a socket to the first address of a host that answers.
 
     Args:
         prepare: called with each socket before it connects, for example to bind it.
-        judge: whether an IP address may be connected to.
+        judge: says whether to connect to an IP address.
 
     Raises:
-        OSError: no address answers; this is the error of the address that was tried first.
+        OSError: no address answers; it is the error of the address that was tried first.
     """
     found = await _resolve(host, port, family)
     waiting = in_turn([each for each in found if judge is None or judge(str(each[4][0]))])
@@ -122,7 +121,7 @@ async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[A
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-    except UnicodeError as e:  # not a name that the domain name system can express
+    except UnicodeError as e:  # not a valid domain name
         raise socket.gaierror(socket.EAI_NONAME, str(e)) from e
     return cast("list[AddressInfo]", found)
 
@@ -139,7 +138,7 @@ def set_options(connection: socket.socket) -> None:
 
 
 def hurry_within_host(connection: socket.socket) -> None:
-    """Switch off pacing within this host: it spares networks, and here it would only cost a quarter of the time."""
+    """Switch off pacing within this host: it protects networks, and here it would only cost a quarter of the time."""
     with contextlib.suppress(OSError):  # the connection is over already, or the system has no such option
         if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
@@ -148,8 +147,8 @@ def hurry_within_host(connection: socket.socket) -> None:
 def share_port(unbound: socket.socket) -> None:
     """Let other sockets of this process have the same local port, as those of a punch do.
 
-    On Windows the one option is enough, and the other one does not exist. It is also the weak one, with which any
-    program could take the port, so it is for ports that live for seconds.
+    On Windows ``SO_REUSEADDR`` is enough, and ``SO_REUSEPORT`` does not exist. It would let any program take the port,
+    so it is only for ports that live for seconds.
     """
     unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "SO_REUSEPORT"):
@@ -167,13 +166,13 @@ def bind_to_shared_port(unbound: socket.socket, port: int = 0) -> None:
 # --- proxies ----------------------------------------------------------------------------------------------------------
 
 VARIABLES = ("SHOAL_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-"""Where a proxy may be named; the first one that is set and not empty counts. curl and Python read them likewise."""
+"""Variables that may name a proxy; the first one that is set and not empty counts, as in curl and Python."""
 EXCEPTIONS = ("no_proxy", "NO_PROXY")
 NONE = "off"
 """As the value of ``SHOAL_PROXY``: no proxy, whatever the other variables say."""
 
 DEFAULT_PORTS = {"http": 80, "socks5": 1080, "socks5h": 1080}
-MAX_REPLY_BYTES = 2**14
+MAX_REPLY_BYTES = 2**14  # chosen: several times what proxies send
 MAX_TEXT_BYTES = 255  # of a name or password in SOCKS5, by RFC 1929
 
 _SOCKS_ERRORS = {
@@ -186,7 +185,7 @@ _SOCKS_ERRORS = {
     8: "it does not know this kind of address",
 }
 _NO_SUCH_PORT = 5
-# Methods of SOCKS5, by RFC 1928: by name and password, or by none that was offered.
+# Methods of SOCKS5 (RFC 1928): user name and password; none of those offered.
 _BY_NAME, _NOBODY = 2, 0xFF
 
 
@@ -204,7 +203,7 @@ class Proxy:
     user: str = ""
     password: str = field(default="", repr=False)
     variable: str = ""
-    """The one that names it."""
+    """The name of that variable."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -245,12 +244,13 @@ class Proxy:
 
 
 class Proxies:
-    """Which connections go through which proxy.
+    """Decides which connections go through the proxy.
 
     Args:
-        proxy: for what is outside; ``None``: everything goes directly.
-        exceptions: what goes directly all the same, as ``NO_PROXY`` has it, separated by commas: addresses, networks
-            such as ``1.2.0.0/16``, names, which stand for all that end like them, also with a port; ``*``: everything.
+        proxy: for hosts outside this network; ``None`` = connect directly to all.
+        exceptions: hosts to reach directly all the same, in the form of ``NO_PROXY``, separated by commas: addresses,
+            networks such as ``1.2.0.0/16``, or names, which also match their subdomains; each may have a port. ``*`` =
+            all hosts.
     """
 
     def __init__(self, proxy: Proxy | None = None, exceptions: str = "") -> None:
@@ -260,10 +260,10 @@ class Proxies:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Proxies:
-        """What the environment variables say.
+        """Read the environment variables.
 
         Raises:
-            ValueError: the value of one is malformed.
+            ValueError: one of them is malformed.
         """
         variable = next((name for name in VARIABLES if environment.get(name)), "")
         text = environment.get(variable, "").strip()
@@ -272,7 +272,7 @@ class Proxies:
         return cls(proxy, exceptions)
 
     def for_host(self, host: str, port: int) -> Proxy | None:
-        """The proxy through which a host is reached; ``None``: directly."""
+        """The proxy through which to reach a host; ``None`` = directly."""
         if self.proxy is None or _is_local(host) or any(_matches(each, host, port) for each in self.exceptions):
             return None
         return self.proxy
@@ -286,19 +286,19 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a host means something in one network alone: a proxy stands elsewhere."""
+    """Whether a host is valid only in one network, of which the proxy may not be part."""
     ip, name = _ip(host), host.rstrip(".").lower()
     return not ip.is_global if ip is not None else "." not in name or name.endswith((".local", ".localhost"))
 
 
 def _matches(exception: str, host: str, port: int) -> bool:
-    """Whether a word of ``NO_PROXY`` means a host."""
+    """Whether an entry of ``NO_PROXY`` matches a host."""
     ip = _ip(host)
     if "/" in exception:
         try:
             return ip is not None and ip in ipaddress.ip_network(exception, strict=False)
         except ValueError:
-            return False  # curl ignores such a word, too
+            return False  # curl ignores such an entry, too
     name, colon, its_port = exception.rpartition(":")
     if colon and its_port.isdigit() and _ip(exception) is None:
         if int(its_port) != port:
@@ -331,7 +331,7 @@ async def connect_through(proxy: Proxy, host: str, port: int) -> socket.socket:
 
 
 class _Talk:
-    """What is said to a proxy before it connects."""
+    """The exchange with a proxy before it connects."""
 
     def __init__(self, connected: socket.socket, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -420,7 +420,7 @@ async def _ask_by_socks(talk: _Talk, host: str, port: int) -> None:
     size = {1: 4, 4: 16}.get(kind)
     if size is None:
         size = (await talk.read_exactly(1))[0]
-    await talk.read_exactly(size + 2)  # from where it has connected, which nobody wants to know
+    await talk.read_exactly(size + 2)  # the address from which it has connected, which is of no use
 
 
 def _socks_host(host: str) -> bytes:
@@ -428,7 +428,7 @@ def _socks_host(host: str) -> bytes:
     if ip is None:
         try:
             return b"\x03" + _counted(host.encode("idna"))
-        except ValueError as e:  # not a name that the domain name system can express, or too long
+        except ValueError as e:  # not a valid domain name, or too long
             raise socket.gaierror(socket.EAI_NONAME, str(e)) from e
     return (b"\x01" if ip.version == 4 else b"\x04") + ip.packed
 

@@ -10,7 +10,7 @@ signed, so the dialler proves itself inside the channel::
 The signature is over a label, the listener's peer id, the SHA-256 of the listener's certificate, the nonce, and the
 SHA-256 of the dialler's badge. Because it covers the certificate, the proof is worthless on any other channel. The
 listener reads nothing else before the proof holds. Without a membership, a badge has no bytes. A dialler judges the
-listener's badge before it tells who it is; a listener leaves that to :class:`~shoal.net.server.Server`, which can say
+listener's badge before it identifies itself; a listener leaves that to :class:`~shoal.net.server.Server`, which can say
 why it refuses.
 """
 
@@ -50,7 +50,7 @@ from shoal.peers.multiaddr import Multiaddr
 
 ALPN = "shoal/2"
 PROOF_LABEL = b"shoal/2 dialler proof:"
-NONCE_BYTES = 32
+NONCE_BYTES = 32  # 256 bits, which never repeat by chance
 _LENGTH = struct.Struct(">H")
 CHALLENGE_BYTES = NONCE_BYTES + _LENGTH.size
 """What a listener sends before its badge."""
@@ -61,13 +61,13 @@ BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
 
 
 def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes, badge: bytes = b"") -> bytes:
-    """What the dialler signs."""
+    """The message that the dialler signs."""
     certificate, shown = hashlib.sha256(certificate_der).digest(), hashlib.sha256(badge).digest()
     return PROOF_LABEL + listener.to_bytes() + certificate + nonce + shown
 
 
 def with_badge(proof: bytes, badge: bytes) -> bytes:
-    """A challenge or a proof, and after it a badge."""
+    """A challenge or a proof, followed by a badge."""
     return proof + _LENGTH.pack(len(badge)) + badge
 
 
@@ -117,7 +117,7 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
 async def verify_dialler(
     stream: TcpStream, listener: PeerID, certificate_der: bytes, own_badge: bytes = b""
 ) -> tuple[PeerID, bytes] | None:
-    """The listener's half: the peer that has dialled and the badge that it shows, or ``None`` if its proof is wrong.
+    """The listener's half: returns the peer that has dialled and its badge, or ``None`` if its proof is wrong.
 
     Raises:
         StreamClosedError: the dialler left.
@@ -140,11 +140,11 @@ async def prove_to_listener(
     judge: Callable[[PeerID, bytes], Badge | None],
     own_badge: bytes = b"",
 ) -> tuple[PeerID, Badge | None]:
-    """The dialler's half: check who answers, then prove who dials; returns the listener and its badge.
+    """The dialler's half: check the listener's identity, then prove its own; returns the listener and its badge.
 
     Args:
-        expected_peer: who has to answer; ``None``: any peer.
-        judge: decides about the badge that the listener shows, before this side says who it is.
+        expected_peer: the peer that must answer; ``None`` = any peer.
+        judge: checks the badge that the listener shows, before this side identifies itself.
 
     Raises:
         IdentityMismatchError: another peer answers.
@@ -193,7 +193,7 @@ def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
 
 
 def has_no_route(error: OSError) -> bool:
-    """Whether the system knows no way to the other side."""
+    """Whether the system has no route to the other side."""
     return not _NO_ROUTE.isdisjoint((error.errno, getattr(error, "winerror", None)))
 
 

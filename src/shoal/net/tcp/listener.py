@@ -90,7 +90,7 @@ class WaitingRoom(Generic[G]):
             del self._by_host[guest.host]
 
 
-# Seconds without accepting after the system has refused to give another socket.
+# Seconds without accepting after the system has refused to give another socket. Chosen.
 PAUSE_SECONDS = 0.2
 
 REFUSED_BY_SYSTEM = "cannot accept connections: %s. %s"
@@ -122,7 +122,7 @@ class Listener:
         self._pause: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         bound.setblocking(False)
-        bound.listen(1024)  # wait to be accepted at most: a whole swarm may come back at once
+        bound.listen(1024)  # most connections that wait to be accepted: a whole swarm may come back at once
         self.address: tuple[str, int] = bound.getsockname()[:2]
         self.family = bound.family
         try:
@@ -148,7 +148,7 @@ class Listener:
         OwnSocket.accepted.add(connection)
         try:
             self._on_accept(connection, address[0])
-        except Exception:  # whatever went wrong, the next connection must be accepted
+        except Exception:  # whatever goes wrong, the next connection must be accepted
             logger.exception("a connection from %s could not be taken", address[0])
             connection.close()
 
@@ -238,20 +238,20 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
             async with asyncio.timeout(1.0):
                 await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
         except TimeoutError:
-            return True  # on the own machine a refusal comes at once
+            return True  # on this machine a refusal comes at once
         except OSError:
             return False
     return True
 
 
-_LISTENS = "0A"  # in the tables of Linux
+_LISTENS = "0A"  # TCP_LISTEN of include/net/tcp_states.h in Linux
 
 
 def holder_of(port: int, proc: Path = Path("/proc")) -> int | None:
     """The process that listens on a TCP port of this machine; ``None`` if it is another user's, or not known.
 
     Args:
-        proc: where the system shows its processes.
+        proc: the proc file system.
     """
     if sys.platform != "linux":
         return None
@@ -291,7 +291,7 @@ def port_in_use(port: int) -> str:
 # --- connections that have proven nothing -----------------------------------------------------------------------------
 
 
-# The TLS layer's own timeout comes this much after ours, because ours gives the better error.
+# Seconds by which the TLS layer's own timeout comes after ours, because ours gives the better error. Chosen.
 BACKSTOP_SECONDS = 1.0
 
 
@@ -304,7 +304,7 @@ class Arrival:
         self._may_be_session = may_be_session
         self.stream = TcpStream()
         self.session: TcpSession | None = None
-        """The connection, once its first byte says that it is no stream."""
+        """The session, once the first byte says that the connection is one."""
         self.patience: asyncio.TimerHandle | None = None
         """Ends the wait for the first byte."""
         self.first_byte: asyncio.Task[None] | None = None
@@ -315,7 +315,7 @@ class Arrival:
         self.drop_reason = ""
 
     def begins_session(self) -> bool:
-        """Whether the first byte says so. It stays where it is: TLS reads it from the socket."""
+        """Whether the first byte begins a session. It is left in the socket for TLS to read."""
         if not self._may_be_session:
             return False
         try:
@@ -338,7 +338,7 @@ class UnauthenticatedLimits:
 
     Args:
         of: the transport of that peer.
-        metrics: counts who was accepted, and who was dropped and why.
+        metrics: counts accepted connections, and dropped ones by reason.
         limits: how many there may be, and how fast they may come.
         on_proven: gets each stream as soon as its other side is known.
     """
@@ -353,7 +353,7 @@ class UnauthenticatedLimits:
         self._files = limits.files
         self._rates = TokenBuckets(limits.handshakes_per_second, limits.handshake_burst)
         self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        """Connections that have said nothing yet."""
+        """Connections that have sent nothing yet."""
         self.shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
         """Those that have begun a handshake, or to say a cookie."""
         self.expected = ExpectedSessions()
@@ -386,10 +386,12 @@ class UnauthenticatedLimits:
         self._leave_files()
 
     def _leave_files(self) -> None:
-        """Leave the user of this process half of its files: close an unproven connection if others have too many."""
+        """Close an unproven connection if others take more than half of this process's files, which are the user's."""
         taken = len(OwnSocket.accepted)
         if self._files is not None and taken > self._files:
-            _warn_seldom("no file for a connection: others have %d of this process. %s", taken, more_files())
+            _warn_seldom(
+                "no file for a connection: connections of others take %d of this process. %s", taken, more_files()
+            )
             self.make_room("no files left")
 
     def _turn_away(self, accepted: socket.socket, host: str) -> None:
@@ -428,7 +430,7 @@ class UnauthenticatedLimits:
                 asyncio.get_running_loop().remove_reader(arrival.socket.fileno())
 
     async def shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
-        """Find out which peer has connected, and hand it on once it has proven that."""
+        """Find out which peer has connected, and hand its stream on once it has proven that."""
         stream, stage = arrival.stream, "TLS handshake"
         membership = self._of.membership
         try:
@@ -462,7 +464,7 @@ class UnauthenticatedLimits:
             on_stream(stream)
 
     async def take_session(self, arrival: Arrival) -> None:
-        """Find out who expects this session, and give it to them."""
+        """Find out which task expects this session, and hand it over."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 set_options(arrival.socket)
@@ -478,7 +480,7 @@ class UnauthenticatedLimits:
             if waiting is None:
                 arrival.drop_reason = "unknown session"
                 return
-            # A session that this peer has given a cookie for costs no handshake.
+            # This peer has given the cookie, so the session does not count as a handshake.
             self._rates.spend(arrival.host, asyncio.get_running_loop().time(), -1.0)
             session.use_within(COOKIE_SECONDS)
             waiting.set_result(session)

@@ -1,9 +1,8 @@
 """TCP hole punching: two sides connect to each other at once, so that each router takes the other's SYN for an answer.
 
 Everything happens on one local port, which is fresh for each punch. The connection to the relay was made from it, so
-the port that the relay sees is the one that the router uses for this port. Between two fixed ports there can be only
-one TCP connection, and a failed attempt leaves traces in routers under its four numbers; so the listening port, which
-never changes, would do neither for several connections nor for a second try.
+the port that the relay sees is the one that the router uses for this port. The listening port would not do: between two
+fixed ports there can be only one TCP connection, and a failed attempt leaves state in routers under its address pair.
 
 The kernels do the rest: a SYN that meets a connecting socket makes a connection (simultaneous open, RFC 9293 3.5), and
 one that comes earlier finds the listener on the same port.
@@ -25,11 +24,11 @@ from shoal.net.tcp.stream import OwnSocket
 logger = logging.getLogger(__name__)
 
 MAX_PER_PORT = 3
-"""Connections that one port hands up: more than two routers and a local network can make."""
+"""Connections that one port hands up. Chosen: more than two routers and a local network can make."""
 MAX_SYNS = 32
-"""Attempts per candidate that send something: a relay may lie about candidates, and some refuse at once."""
-# Limits of the pause after a failed attempt; half a round trip comes on top of the longer one. Equal pauses would keep
-# two sides out of phase.
+"""Attempts per candidate that send a packet: a relay may lie about candidates, and some refuse at once. Chosen."""
+# Limits of the random pause after a failed attempt, in seconds; half a round trip is added to the longer one. Equal
+# pauses would keep two sides out of phase. Chosen.
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.010
 # The numbers are WSAEADDRINUSE and WSAEADDRNOTAVAIL, which completion ports report without an ``errno``.
@@ -68,8 +67,8 @@ async def punched(
 
     Args:
         port: of a socket that :func:`punch_socket` has made. IPv6 candidates are tried from the port of this number.
-        seconds: after which it ends; it also ends after :data:`MAX_PER_PORT` connections.
-        round_trip: to the other side by way of the relay.
+        seconds: how long to try; it also ends after :data:`MAX_PER_PORT` connections.
+        round_trip: seconds to the other side and back through the relay.
 
     Yields:
         Connected sockets, which belong to the caller.
@@ -110,7 +109,7 @@ def _families(candidates: Sequence[Endpoint]) -> list[int]:
 def _listener(family: int, port: int) -> OwnSocket | None:
     """A listener for connections of the other side that come before this side's own attempt.
 
-    The system may refuse it; then connecting has to do alone.
+    ``None`` if the system refuses it; then this side can only connect.
     """
     try:
         listener = punch_socket(family, port)
@@ -139,7 +138,7 @@ async def _accept(listener: OwnSocket, found: asyncio.Queue[OwnSocket]) -> None:
 
 
 async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asyncio.Queue[OwnSocket]) -> None:
-    """Try until there is a connection; if the listener has it, there are no SYNs to send, but later there may be."""
+    """Try until there is a connection. While the listener holds it no SYNs are sent, but later they may be again."""
     syns = 0
     while syns < MAX_SYNS:
         try:
@@ -172,5 +171,5 @@ async def attempt(port: int, candidate: Endpoint) -> OwnSocket | None:
 
 
 def _is_taken(error: OSError) -> bool:
-    """Whether the four numbers of this connection are in use: the listener has it, or is about to."""
+    """Whether the address pair of this connection is in use: the listener has it, or is about to."""
     return not _TAKEN.isdisjoint((error.errno, getattr(error, "winerror", None)))

@@ -1,10 +1,10 @@
 """Raw sessions over TCP: connections that begin with a cookie instead of a handshake.
 
-On a listening port, the first byte tells a session from TLS, and a cookie of 32 bytes follows it. The cookie is the
-only thing that says what the session is for, so the side that gave it away gets the session, once.
+On a listening port, the first byte tells a session from TLS, and a cookie of 32 bytes follows it. Only the cookie says
+what the session is for: the side that gave it out gets the session, once.
 
-Sockets of sessions stay in our hands: exactly as many bytes are read as somebody asks for, because what follows may be
-the beginning of a TLS handshake.
+Sockets of sessions are not handed to the event loop: exactly the requested bytes are read, because a TLS handshake may
+follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.peers.multiaddr import Multiaddr
 logger = logging.getLogger(__name__)
 
 SESSION_BYTE = b"\x05"
-"""The first byte of a session; that of TLS is 0x16."""
+"""The first byte of a session. Chosen; that of TLS is 0x16."""
 
 T = TypeVar("T")
 
@@ -36,9 +36,9 @@ class TcpSession(Session):
     """A connected socket.
 
     Args:
-        connected: non-blocking, and used by nobody else any more.
+        connected: non-blocking, and no longer used by anything else.
         live: the session is in this set as long as it has the socket.
-        punchable: its local port may be used by other sockets as well.
+        punchable: whether other sockets may share its local port.
 
     Raises:
         OSError: the connection is over already.
@@ -64,11 +64,11 @@ class TcpSession(Session):
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended, or has been taken over."""
+        """Whether it has ended or was taken over."""
         return self._socket is None
 
     def use_within(self, seconds: float) -> None:
-        """End unless somebody uses it soon: the side that expected it may have given up as it came."""
+        """End unless it is used soon: the side that expected it may have given up just as it came."""
         self._patience = self._loop.call_later(seconds, self._end, "nobody has used this session in time")
 
     async def write(self, data: Buffer) -> None:
@@ -91,7 +91,7 @@ class TcpSession(Session):
         return arrived
 
     async def read_some(self) -> bytes:
-        await asyncio.sleep(0)  # there may always be more, and others want their turn
+        await asyncio.sleep(0)  # data may never run out, and other tasks want their turn
         connected = self._open_socket()
         with contextlib.suppress(OSError):  # nothing has arrived, or what is wrong shows below
             return connected.recv(2**18)
@@ -120,7 +120,7 @@ class TcpSession(Session):
         try:
             await asyncio.wait([operation])
         except asyncio.CancelledError:
-            self.abort()  # half of something may have been sent or read: nothing sensible can follow
+            self.abort()  # a message may be half sent or half read, so nothing can follow
             raise
         finally:
             self._operations.discard(operation)
@@ -133,7 +133,7 @@ class TcpSession(Session):
         return operation.result()
 
     def detach(self) -> socket.socket:
-        """Take the socket over. The caller then has to close it, or to pass it on.
+        """Take the socket over. The caller then has to close it or pass it on.
 
         Raises:
             StreamClosedError: the session has ended, or was taken over before.
@@ -167,6 +167,6 @@ class TcpSession(Session):
 
 
 def _look_at_error(operation: asyncio.Task[Any]) -> None:
-    """Tell asyncio that somebody has looked at the error of a task, even if nobody waits for it any more."""
+    """Mark the error of a task as retrieved, so that asyncio does not log it if nobody waits any more."""
     if not operation.cancelled():
         operation.exception()

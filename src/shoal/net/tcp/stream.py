@@ -35,9 +35,9 @@ class OwnSocket(socket.socket):
     """
 
     open: ClassVar[weakref.WeakSet[OwnSocket]] = weakref.WeakSet()
-    """All that are open."""
+    """All open sockets of this kind."""
     accepted: ClassVar[weakref.WeakSet[OwnSocket]] = weakref.WeakSet()
-    """Those that were opened because somebody else has connected. Others must not take all files of this process."""
+    """Sockets that were opened because another peer connected. Others must not take all files of this process."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # dup() passes more than the descriptor
@@ -45,7 +45,7 @@ class OwnSocket(socket.socket):
 
     @classmethod
     def take(cls, connected: socket.socket) -> OwnSocket:
-        """Take over a connection that somebody else has made; it does not block."""
+        """Take over a connected socket; it becomes non-blocking."""
         taken = cls(fileno=connected.detach())
         taken.setblocking(False)
         return taken
@@ -82,20 +82,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_give_up_sockets_of_parent)
 
 
-# Encrypted bytes that may wait here before a writer has to wait; as many may wait in the kernel. The limit is low, so
-# that work shared among several connections goes to those that have sent what they got.
+# Encrypted bytes that may wait here before a writer has to wait; as many may wait in the kernel. Chosen low, so that
+# work shared among several connections goes to those that have sent what they got.
 WRITE_HIGH_WATER = 2**17
-# Buffer for bytes that arrive while nobody reads: enough for most messages, and little to copy before a large payload.
+# Buffer for bytes that arrive while nobody reads. Chosen: enough for most messages, and little to copy before a large
+# payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
-# A reader of at most this many bytes waits until they are in that buffer, along with what has come after them. Its own
-# buffer would be full at once, and then asyncio reads the rest of the same message off TLS in another turn of the loop.
+# A read of at most this many bytes waits until they are in that buffer, along with the bytes after them. Its own buffer
+# would be full at once, and asyncio would read the rest of the message off TLS in another turn of the loop. Chosen.
 SMALL_READ_BYTES = 2**10
 
-# Smaller buffers are joined, because each write costs a system call and a TLS record.
+# Smaller buffers are joined, because each write costs a system call and a TLS record. Chosen.
 JOIN_BYTES = 2**16
-# Chosen: seconds that a closing connection has to send the rest; then it is cut.
+# Chosen: seconds that a closing connection has to send the rest before it is cut.
 CLOSE_TIMEOUT = 2.0
-# While nobody reads, the loop does not watch the socket, so this often we check whether it is still connected.
+# While nobody reads, the loop does not watch the socket, so we check this often whether it is still connected. Chosen.
 PAUSED_CHECK_SECONDS = 0.5
 # A ``struct linger``. The one of Windows has shorter numbers, but its bytes begin in the same way.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -104,8 +105,8 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class TcpStream(Stream, asyncio.BufferedProtocol):
     """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own.
 
-    Its many attributes are the two directions of one socket. Every message passes here, so they are plain attributes of
-    one object, without calls between parts.
+    Its many attributes are the state of both directions of one socket. Every message passes here, so they are kept in
+    one object, which saves calls between parts.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self.write_paused = self.read_paused = False
-        """What the loop was asked for, until enough was sent or read."""
+        """The latest pause or resume requested from the loop."""
         self._is_backlog_limited = False
         self._closed = False
         self._reason = "the other side closed the connection"
@@ -189,7 +190,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
 
     def _check_while_paused(self) -> None:
-        """Notice that the other side has reset the connection, although earlier bytes are still unread."""
+        """Notice a reset by the other side even while earlier bytes are unread."""
         if self.transport is None or self.transport.is_closing():
             return
         if is_broken_off(self.transport.get_extra_info("socket")):
@@ -258,8 +259,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                 if self._target is not None or self._awaited:
                     raise StreamClosedError(self._reason)
             except asyncio.CancelledError:
-                # Part of a message may be in the caller's buffer: the stream has lost its place and is useless now.
-                # The reader knows that. If it is told of the end, too, its time limit looks like a broken connection.
+                # Part of a message may be in the caller's buffer, so the stream is out of step and useless. The reader
+                # knows that. If it were also told of the end, its time limit would look like a broken connection.
                 self.on_closed(None)
                 self.abort()
                 raise
@@ -316,10 +317,10 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return True
 
     async def _wait_until_sent(self) -> None:
-        """Wait until the kernel has sent most of what it has been given.
+        """Wait until the kernel has sent most of what it was given.
 
         The buffers of TLS and of the transport, between here and the kernel, have their own limits. They stay empty as
-        long as the kernel is given less than it would take.
+        long as the kernel gets less than it would take.
         """
         if sys.platform == "win32":  # its kernel has no limit for unsent bytes
             return
@@ -401,7 +402,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
 
 def reset_connection(transport: asyncio.Transport) -> None:
-    """End a connection with a reset. It overtakes bytes in flight, which may be held up because nobody reads."""
+    """End a connection with a reset. It overtakes bytes in flight, which may be stuck because nobody reads."""
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is not None and not transport.is_closing():
         with contextlib.suppress(OSError):  # macOS fails here if the other side was faster

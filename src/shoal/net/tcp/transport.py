@@ -72,11 +72,11 @@ class TcpTransport(Transport):
         self._streams: weakref.WeakSet[TcpStream] = weakref.WeakSet()
         self._next_look: asyncio.TimerHandle | None = None
         self.listeners: list[Listener] = []
-        """Where this peer listens."""
-        # The addresses of the listeners, and what they were derived from: each greeting tells them.
+        """The sockets on which this peer listens."""
+        # Cache of the listeners' addresses, with what they were derived from: each greeting tells them.
         self._reachable: tuple[tuple[int, int], list[Multiaddr]] | None = None
         self.strangers = UnauthenticatedLimits(self, self.metrics, limits, self._note_stream)
-        """Who has connected, and not proven who it is."""
+        """Connections whose other side has not proven its identity yet."""
 
     def supports(self, address: Multiaddr) -> bool:
         protocols = address.protocols()
@@ -115,7 +115,7 @@ class TcpTransport(Transport):
         return self._reachable_at(listeners)
 
     async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[OwnSocket]:
-        """Bind to a host. For port 0, reuse the port of another address if possible: one less to remember."""
+        """Bind to a host. For port 0, reuse the port of another listener if possible, so that all have one port."""
         if port == 0 and self.listeners:
             with contextlib.suppress(OSError):
                 return await bind(host, self.listeners[0].address[1], family)
@@ -139,7 +139,7 @@ class TcpTransport(Transport):
             self._note_move()
 
     def _note_stream(self, stream: TcpStream) -> None:
-        """Remember a stream, and look for moves: its local address shows best which address this machine has now."""
+        """Remember a stream, and look for moves: its local address shows which address this machine has now."""
         self._streams.add(stream)
         if stream.local_host and self._machine.look_if_unknown(stream.local_host, asyncio.get_running_loop().time()):
             self._note_move()
@@ -156,7 +156,7 @@ class TcpTransport(Transport):
                 loop.call_soon(stream.abort)
 
     def _reachable_at(self, listeners: Sequence[Listener]) -> list[Multiaddr]:
-        """Addresses of these listeners, the best first; at most one loopback address, the last, if there are others."""
+        """Addresses of these listeners, the best first. At most one loopback address comes last if there are others."""
         order = {address.ip: (address.rank, number) for number, address in enumerate(self._machine.told())}
         found: list[tuple[tuple[int, int], Multiaddr]] = []
         for listener in listeners:
@@ -201,7 +201,7 @@ class TcpTransport(Transport):
     def _connect(
         self, address: Multiaddr, prepare: Callable[[socket.socket], object] | None = None
     ) -> tuple[Awaitable[socket.socket], bool]:
-        """What connects to an address; and whether it does so through a proxy."""
+        """A coroutine that connects to an address, and whether it does so through a proxy."""
         host, port, family = self._host_and_port(address)
         proxy = self.proxies.for_host(host, port)
         if proxy is not None:
@@ -213,7 +213,7 @@ class TcpTransport(Transport):
     async def _shake_hands(
         self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID | None
     ) -> Stream:
-        """The dialler's half of the handshake, as soon as there is a connection."""
+        """Do the dialler's half of the handshake, as soon as there is a connection."""
         stream = TcpStream()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
@@ -268,7 +268,7 @@ class TcpTransport(Transport):
         return session
 
     def adopt(self, connected: socket.socket, *, punchable: bool = False) -> TcpSession:
-        """A session on a connected socket, which ends with this transport at the latest.
+        """Make a session of a connected socket; it ends with this transport at the latest.
 
         Raises:
             OSError: the connection is over already; the socket is closed.

@@ -1,7 +1,7 @@
 """Ports forwarded by PCP (RFC 6887) or its predecessor NAT-PMP (RFC 6886): one datagram to the router, one back.
 
-A lost datagram is sent again. Answers count only if they come from the router's address and port, and fit the request;
-anything else is ignored, so that others in the network can at most pretend to be a router that they can imitate anyway.
+A lost datagram is sent again. Answers count only if they come from the router's address and port and match the request.
+So others in the network can only fake answers if they can impersonate the router anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, oute
 T = TypeVar("T")
 
 TRIES = (0.25, 0.5, 1.0)
-"""Seconds to wait for the answer to each copy of a request."""
+"""Seconds to wait for the answer to each copy of a request. RFC 6886 begins with 0.25 and doubles; three are chosen."""
 FAREWELL_TRIES = (0.25, 0.25)
-"""The same for the last request, which is a courtesy: nobody waits long for its answer."""
+"""The same for the last request, which is a courtesy, so that closing does not take long. Chosen."""
 
 # The numbers of PCP are those of RFC 6887, those of NAT-PMP (the old version) of RFC 6886.
 _VERSION, _OLD_VERSION = 2, 0
@@ -69,10 +69,10 @@ class OtherVersionError(NoMappingError):
 
 @dataclass(frozen=True)
 class Granted:
-    """What a router answers; fields that an answer does not have are empty."""
+    """A router's answer; fields that an answer lacks are empty."""
 
     epoch: int
-    """Seconds since it has forgotten everything."""
+    """Seconds since the router last lost its mappings."""
     ip: str = ""
     port: int = 0
     seconds: int = 0
@@ -91,12 +91,12 @@ def pcp_map(own_ip: str, nonce: bytes, port: int, seconds: int, outer_port: int,
 
 
 def pcp_announce(own_ip: str) -> bytes:
-    """A request that changes nothing: its answer tells the router's epoch."""
+    """A request that changes nothing; its answer tells the router's epoch."""
     return _HEAD.pack(_VERSION, _ANNOUNCE, 0, 0, _packed(own_ip))
 
 
 def read_pcp(data: bytes, nonce: bytes | None = None, port: int = 0) -> Granted:
-    """Read the answer to a request for a port, or without a nonce that to an announcement.
+    """Read the answer to a request for a port; without a nonce, the answer to an announcement.
 
     Raises:
         NoMappingError: the router refuses.
@@ -138,7 +138,7 @@ def nat_pmp_address() -> bytes:
 
 
 def read_nat_pmp(data: bytes, port: int = 0) -> Granted:
-    """Read the answer to a request for a port, or without one that to the request for the outer address.
+    """Read the answer to a request for a port; without a port, the answer to the request for the outer address.
 
     Raises:
         NoMappingError: the router refuses.
@@ -170,7 +170,7 @@ async def ask(
 
     Args:
         request: makes the request, from this machine's address as the router sees it.
-        read: reads an answer; a ``ProtocolError`` means that it is not the one.
+        read: parses an answer; it raises ``ProtocolError`` if the datagram is not the answer.
 
     Raises:
         NoMappingError: the router refuses, or does not answer.
@@ -180,10 +180,10 @@ async def ask(
             asking.setblocking(False)
             if gateway.is_ipv6:
                 asking.bind((gateway.own_ip, 0))
-            asking.connect(_place_of(gateway))  # from now on, it gets datagrams of the router alone
+            asking.connect(_place_of(gateway))  # from now on it receives datagrams only from the router
             return await _ask(asking, request(asking.getsockname()[0]), read, tries)
         except OSError as e:
-            text = f"the router has nothing that could be asked: {e.strerror or e}"
+            text = f"the router cannot be asked: {e.strerror or e}"
             raise NoMappingError(text, answered=False) from e
 
 
@@ -216,13 +216,13 @@ def _place_of(gateway: Gateway) -> tuple[str, int] | tuple[str, int, int, int]:
 
 
 class Epoch:
-    """Tells by the epochs in a router's answers whether it has forgotten everything since the last one."""
+    """Tells from the epochs in a router's answers whether it has lost its mappings since the last answer."""
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
 
     def has_restarted(self, epoch: int, now: float) -> bool:
-        """Take note of an epoch and the time of this machine; the rule is that of RFC 6887, section 8.5."""
+        """Note an epoch and this machine's time, and compare them with the last ones (RFC 6887, section 8.5)."""
         last, self._last = self._last, (epoch, now)
         if last is None:
             return False
@@ -231,7 +231,7 @@ class Epoch:
 
 
 class _OfDatagrams(Mapper):
-    """What both protocols have in common.
+    """Base class of both protocols.
 
     Args:
         tries: see :data:`TRIES`.
@@ -249,7 +249,7 @@ class _OfDatagrams(Mapper):
         read: Callable[[bytes], Granted],
         tries: Sequence[float] | None = None,
     ) -> tuple[Granted, bool]:
-        """The answer, and whether it shows that the router has restarted."""
+        """Send a request; returns the answer, and whether it shows that the router has restarted."""
         granted = await ask(self.gateway, request, read, tries or self._tries)
         return granted, self._epoch.has_restarted(granted.epoch, asyncio.get_running_loop().time())
 
@@ -265,8 +265,8 @@ class Pcp(_OfDatagrams):
     """Asks by PCP, for a port of IPv4, or for a hole in the firewall of IPv6.
 
     Args:
-        secret: the same at each start of this peer, and known to nobody else: so it can renew what it was given before
-            a crash, and others cannot take it away. Without it a mapping ends with the process, or after an hour.
+        secret: the same at each start of this peer, and known to nobody else. With it, this peer can renew its mapping
+            after a crash, and others cannot delete it. Without it a mapping ends with the process, or after an hour.
     """
 
     name = "PCP"
@@ -299,7 +299,7 @@ class NatPmp(_OfDatagrams):
     name = "NAT-PMP"
 
     async def ask(self, seconds: int) -> Lease:
-        # The address first: who has none, or does not answer, is not asked for a port.
+        # The address first: a router that has none, or does not answer, is not asked for a port.
         address, _ = await self._ask(lambda _: nat_pmp_address(), read_nat_pmp)
         granted, _ = await self._ask(lambda _: nat_pmp_map(self.port, seconds, self._outer_port), self._read)
         return self._leased(address.ip, granted)

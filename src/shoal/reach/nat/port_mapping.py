@@ -1,8 +1,8 @@
 """Keeps a port of the router forwarded to a peer, for as long as the peer runs.
 
-PCP is asked for first, then NAT-PMP, then UPnP if it is installed; for IPv6 PCP alone, which opens the router's
-firewall. What a router says is only a claim: an inner one of two routers reports success as well, and nobody can call
-there. So the addresses found here count for nothing until a peer outside has called one of them.
+PCP is tried first, then NAT-PMP, then UPnP if it is installed; for IPv6 only PCP, which opens the router's firewall. A
+router's answer is only a claim: the inner one of two routers reports success, too, but nobody can call there. So the
+addresses found here do not count until a peer outside has called one of them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MappingPolicy:
-    """How often routers are asked, in seconds."""
+    """How often routers are asked, in seconds. All numbers are chosen."""
 
     lease: int = 3600
-    """For how long a port is asked for; it is renewed at half of what is granted."""
+    """The lifetime to request; the port is renewed after half of the lifetime that is granted."""
     look: float = 300.0
-    """Pause between looks whether this machine has moved, or its router has restarted."""
+    """Pause between checks whether this machine has moved or its router has restarted."""
     retry: float = 600.0
     """Least pause after a failure. A router that refuses once will most likely refuse again."""
     longest: float = 86_400.0
@@ -61,8 +61,8 @@ class PortMapping:
 
     Args:
         port: the TCP port where the peer listens.
-        on_address: called with all outer addresses whenever one has come or gone.
-        listens_at: whether it listens at an address of this machine; default: at all of them.
+        on_address: called with all outer addresses whenever they change.
+        listens_at: whether the peer listens at an address of this machine; default: at all of them.
         secret: see :class:`~shoal.reach.nat.pcp.Pcp`.
         find: finds the routers; it may block.
         make_mappers: the ways to ask a router, in the order to try them; it may block.
@@ -92,9 +92,9 @@ class PortMapping:
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """What has become of each way that was tried the last time, such as ``{"PCP": "the router does not answer"}``.
+        """The result of each protocol in the last attempt, such as ``{"PCP": "the router does not answer"}``.
 
-        Empty as long as nothing was tried, or if there is no router to be asked.
+        Empty until the first attempt, and if there is no router to ask.
         """
         first, second = self._keepers
         return {**first.verdicts, **{f"{name}, IPv6": text for name, text in second.verdicts.items()}}
@@ -114,18 +114,18 @@ class PortMapping:
         await asyncio.gather(*(keeper.has_tried.wait() for keeper in self._keepers))
 
     def look_again(self) -> None:
-        """Look at once: this machine has moved or slept, or all its connections broke."""
+        """Check at once: this machine has moved or slept, or all its connections broke."""
         for keeper in self._keepers:
             keeper.wake()
 
     async def close(self) -> None:
-        """Stop asking, and give the ports back. The owner is not told of that."""
+        """Stop asking, and give the ports back, without calling ``on_address``."""
         await asyncio.gather(*(keeper.close() for keeper in self._keepers))
 
     # --- for keepers --------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Tell the owner if something has changed."""
+        """Call ``on_address`` if the addresses have changed."""
         if self._told != self.addresses:
             self._told = self.addresses
             self._on_address(list(self._told))
@@ -157,7 +157,7 @@ class PortMapping:
 class _Keeper:
     """Keeps the port forwarded for one version of IP.
 
-    Its many attributes are the state of one conversation with one router, and begin and end with that.
+    Its many attributes are the state of one conversation with one router.
     """
 
     def __init__(self, mapping: PortMapping, is_ipv6: bool) -> None:
@@ -199,7 +199,7 @@ class _Keeper:
             try:
                 pause = await self._step()
             except Exception:
-                # Software for routers meets routers of all kinds; a peer runs without a forwarded port as well.
+                # There are routers of all kinds, and a peer also works without a forwarded port.
                 logger.exception("keeping a port of the router has failed; trying again in %g s", self._pace.retry)
                 pause = self._pace.retry
             self.has_tried.set()
@@ -207,11 +207,11 @@ class _Keeper:
                 self._woken.clear()
 
     async def _step(self) -> float:
-        """Do what is to be done now; returns the seconds until the next time."""
+        """Do what is due now; returns the seconds until the next step."""
         is_urgent, self._is_urgent = self._is_urgent, False
         gateway = await self._mapping.gateway(self._is_ipv6)
         if gateway != self._gateway:
-            # It cannot be given back to a router that is out of reach.
+            # The port cannot be given back to a router that is out of reach.
             self._lose()
             self._gateway, self.verdicts, self.was_answered = gateway, {}, False
         if gateway is None:
@@ -242,7 +242,7 @@ class _Keeper:
         try:
             return await mapper.has_forgotten()
         except NoMappingError:
-            return False  # it does not say; renewing will show it
+            return False  # the router does not say; renewing will show it
 
     async def _begin(self, gateway: Gateway) -> None:
         verdicts: dict[str, str] = {}
@@ -293,10 +293,10 @@ class _Keeper:
 
 
 def forward_port(transport: Transport, on_address: Callable[[list[Multiaddr]], object]) -> PortMapping | None:
-    """Let the router forward the port where a peer listens, in the background; ``None`` if none can be in front of it.
+    """Let the router forward a peer's port, in the background; ``None`` if no router can be in front of the peer.
 
     Args:
-        transport: of that peer.
+        transport: of the peer.
         on_address: as for :class:`PortMapping`.
     """
     port = next(

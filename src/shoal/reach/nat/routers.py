@@ -1,4 +1,4 @@
-"""The router of the local network: where it is, and what it can be asked for.
+"""The router of the local network: how to find it, and the interface for asking it for a port.
 
 A router at home translates the addresses of its network, so nobody outside can call a peer there. Many routers forward
 a port if a machine inside asks for it, in one of several protocols: each is a :class:`Mapper`.
@@ -23,15 +23,15 @@ from shoal.net.own_addresses import source_of_default_route
 from shoal.peers.multiaddr import Multiaddr
 
 PCP_PORT = 5351
-"""Where routers listen for PCP and NAT-PMP."""
+"""The port on which routers listen for PCP and NAT-PMP (RFC 6887, RFC 6886)."""
 
 
 class NoMappingError(P2PDaemonError):
     """The router forwards no port in this way.
 
     Args:
-        answered: it has answered, so it refuses.
-        pause: seconds for which it asks to be left alone.
+        answered: whether the router has answered, so that this is a refusal.
+        pause: seconds for which the router asks to be left alone.
     """
 
     def __init__(self, text: str, *, answered: bool = True, pause: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class Gateway:
     """This machine's address, as the router sees it."""
     pcp_port: int = PCP_PORT
     ssdp_port: int = 1900
-    """Where it listens for searches of UPnP."""
+    """Its port for UPnP searches."""
 
     @property
     def is_ipv6(self) -> bool:
@@ -61,16 +61,16 @@ class Lease:
     """A port that the router forwards."""
 
     address: Multiaddr
-    """The outer side. Nothing is known of it: the router may be behind another one."""
+    """The outer address. It proves nothing: the router may be behind another one."""
     seconds: float
 
 
 class Mapper(ABC):
-    """Asks one router for one port of this machine, in one protocol. It makes no two requests at once.
+    """Asks one router for one port of this machine, in one protocol, one request at a time.
 
     Args:
         gateway: the router.
-        port: the TCP port that is forwarded to.
+        port: the TCP port of this machine to forward to.
     """
 
     name: ClassVar[str]
@@ -88,7 +88,7 @@ class Mapper(ABC):
 
     @abstractmethod
     async def has_forgotten(self) -> bool:
-        """Whether the router has restarted, or has another outer address, since it was asked last.
+        """Whether the router has restarted, or got another outer address, since the last request.
 
         Raises:
             NoMappingError: it does not say.
@@ -104,7 +104,7 @@ class Mapper(ABC):
 
 
 def outer_address(ip: str, port: int) -> Multiaddr:
-    """What a router tells of the outer side, as an address.
+    """The outer address that a router reports, as a multiaddr.
 
     Raises:
         NoMappingError: nobody can be called there.
@@ -112,25 +112,25 @@ def outer_address(ip: str, port: int) -> Multiaddr:
     try:
         parsed = ipaddress.ip_address(ip)
     except ValueError:
-        raise NoMappingError(f"the router tells an outer address that is none: {ip[:50]!r}") from None
+        raise NoMappingError(f"the router reports an invalid outer address: {ip[:50]!r}") from None
     parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     is_place = not (parsed.is_unspecified or parsed.is_multicast or parsed.is_link_local or parsed.is_loopback)
     if not is_place or parsed.is_reserved or not port:
-        raise NoMappingError(f"the router tells an outer address where nobody can be called: {parsed}, port {port}")
+        raise NoMappingError(f"the router reports an outer address where nobody can be called: {parsed}, port {port}")
     return Multiaddr(f"/ip{parsed.version}/{parsed}/tcp/{port}")
 
 
 def is_private(ip: str) -> bool:
-    """Whether others cannot call such an address from outside, because a router translates it."""
+    """Whether an address is private, so that others outside cannot call it."""
     parsed = ipaddress.ip_address(ip)
     return not (parsed.is_global or parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
 def find_gateways() -> list[Gateway]:
-    """Routers that may be asked for a port: one for IPv4, one for IPv6, or none. It blocks.
+    """Routers that may be asked for a port: at most one for IPv4 and one for IPv6. It blocks.
 
-    For IPv4 both sides of the link must be private: otherwise nothing is translated. For IPv6 nothing is translated
-    either way, but the router lets nobody in unless it is asked to.
+    For IPv4 both sides of the link must be private: otherwise nothing is translated. For IPv6 nothing is translated,
+    but the router lets nobody in unless asked.
     """
     found: list[Gateway] = []
     ip = gateway_of(socket.AF_INET)
@@ -140,7 +140,7 @@ def find_gateways() -> list[Gateway]:
             found.append(Gateway(ip, own_ip))
     ip = gateway_of(socket.AF_INET6)
     if ip is not None:
-        # The router's address is link-local, but the request must come from the address that it is about.
+        # The router's address is link-local, but the request must come from the address to open.
         own_ip = source_of_default_route(socket.AF_INET6)
         if own_ip is not None and ipaddress.ip_address(own_ip).is_global:
             found.append(Gateway(ip, own_ip))
@@ -158,7 +158,7 @@ def source_towards(ip: str) -> str | None:
 
 
 def gateway_of(family: socket.AddressFamily) -> str | None:
-    """The next hop of the default route; ``None`` without one, or if the system does not tell."""
+    """The next hop of the default route; ``None`` if there is none, or the system does not tell."""
     if sys.platform == "win32":
         return gateway_of_windows(family)
     tables = Path("/proc/net/route"), Path("/proc/net/ipv6_route")
@@ -229,7 +229,7 @@ def _with_interface(ip: ipaddress.IPv6Address, interface: str) -> str:
     return f"{ip}%{interface}" if ip.is_link_local else str(ip)
 
 
-_SOCKADDR_BYTES = 28
+_SOCKADDR_BYTES = 28  # a SOCKADDR_INET of Windows
 _WINDOWS_AF_INET, _WINDOWS_AF_INET6 = 2, 23
 
 

@@ -1,7 +1,7 @@
-"""Ports forwarded by UPnP: what most routers at home have switched on, and the slowest way to ask.
+"""Ports forwarded by UPnP, which most home routers have switched on; it is the slowest way to ask.
 
-Needs ``pip install shoal[upnp]``. Anybody in the network may answer a search and describe a router of any kind, so
-nothing counts that does not come from the gateway itself, and nothing is fetched from elsewhere.
+Needs ``pip install shoal[upnp]``. Anybody in the network may answer a search with any description, so only answers of
+the gateway itself count, and nothing is fetched from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shoal.base.logs import one_line, quoted
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
 from shoal.reach.nat.upnp_search import SEARCH_SECONDS, find_description, is_of_host
 
-MAX_ANSWER_BYTES = 2**18
+MAX_ANSWER_BYTES = 2**18  # chosen: many times the size of a router's description
 
 _SERVICES = tuple(f"urn:schemas-upnp-org:service:{name}:" for name in ("WANIPConnection", "WANPPPConnection"))
-# Error codes of UPnP.
+# Error codes of the UPnP services WANIPConnection:1 and WANIPConnection:2.
 _NO_SUCH_ENTRY, _TAKEN, _ONLY_PERMANENT = 714, 718, 725
 _REASONS = {
     501: "it failed",
@@ -34,7 +34,7 @@ _REASONS = {
 
 
 class _Requester(UpnpRequester):
-    """Fetches from one host alone, and not more than a router has to say."""
+    """Fetches only from one host, and at most :data:`MAX_ANSWER_BYTES`."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -84,7 +84,7 @@ class Upnp(Mapper):
             told = await self._call("GetExternalIPAddress")
             ip = str(told.get("NewExternalIPAddress") or "")
             outer_address(ip, self.port)  # a router without an outer address is not asked for a port
-            # Where the first port belongs to another machine, or the router wants to choose.
+            # For when the first port belongs to another machine, or the router wants to choose.
             ports = [secrets.choice(range(20_000, 60_000)) for _ in range(3)]
             for port in (self._outer_port, *ports):
                 try:
@@ -99,7 +99,7 @@ class Upnp(Mapper):
             reason = _REASONS.get(e.error_code or 0, said)
             raise NoMappingError(f"the router refuses: {reason}") from e
         except NoMappingError:
-            self._service = None  # it may have moved: it is searched for the next time
+            self._service = None  # it may have moved: search again next time
             raise
         self._outer_ip, self._outer_port = ip, port
         return Lease(outer_address(ip, port), float(seconds))
@@ -143,12 +143,12 @@ class Upnp(Mapper):
             await self._call("AddPortMapping", **wanted, NewLeaseDuration=0)
 
     async def _find_service(self) -> UpnpService:
-        url, self._location = self._location, ""  # it may have moved when it is searched for again
+        url, self._location = self._location, ""  # used once: the next time it may have moved
         url = url or await find_description(self.gateway, self._search_seconds)
         try:
             factory = UpnpFactory(_Requester(self.gateway.ip), non_strict=True)
             service = _service_of(await factory.async_create_device(url))
-        except Exception as e:  # anything may be in what a router describes
+        except Exception as e:  # a router's description may contain anything
             raise NoMappingError(f"the router's description of itself is of no use: {_told(e)}") from e
         if service is None:
             raise NoMappingError("the router has UPnP, but forwards no ports by it")
@@ -170,12 +170,12 @@ class Upnp(Mapper):
             raise
         except (TimeoutError, OSError, aiohttp.ClientConnectionError) as e:
             raise NoMappingError(f"the router does not answer: {_told(e)}", answered=False) from e
-        except Exception as e:  # anything may be in the answer
+        except Exception as e:  # the answer may contain anything
             raise NoMappingError(f"the router's answer to {action} is of no use: {_told(e)}") from e
 
 
 def _service_of(device: UpnpDevice) -> UpnpService | None:
-    """The service of a router that forwards ports."""
+    """The service of a router through which it forwards ports."""
     for service in device.all_services:
         if service.service_type.startswith(_SERVICES) and service.has_action("AddPortMapping"):
             return service

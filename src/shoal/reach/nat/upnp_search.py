@@ -1,6 +1,6 @@
-"""Searching for a router that speaks UPnP. What speaks to it then (:mod:`.upnp`) is loaded only if one has answered.
+"""Searches for a router that speaks UPnP. The module that speaks to it (:mod:`.upnp`) is loaded only if one answers.
 
-That takes a fifth of a second of processor time and 13 MB, and many peers have no such router.
+Loading takes a fifth of a second of processor time and 13 MB, and many peers have no such router.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shoal.base.tasks import run_in_worker
 from shoal.net.tcp.stream import OwnSocket
 from shoal.reach.nat.routers import Gateway, Lease, Mapper, NoMappingError
 
-GROUP = "239.255.255.250"
-SEARCH_SECONDS = 1.0
+GROUP = "239.255.255.250"  # the multicast address of UPnP Device Architecture 1.1
+SEARCH_SECONDS = 1.0  # derived: MX in the search below, the most seconds that a device waits before it answers
 _DEVICES = tuple(f"urn:schemas-upnp-org:device:InternetGatewayDevice:{version}" for version in (1, 2))
 _SEARCH = f'M-SEARCH * HTTP/1.1\r\nHOST: {GROUP}:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\nST: {{device}}\r\n\r\n'
 
 
 def location_in(answer: bytes) -> str:
-    """Where the description of the router is, according to its answer to a search; empty if it does not say."""
+    """The URL of the router's description in its answer to a search; empty if it does not say."""
     lines = answer[:4096].decode("latin-1").split("\r\n")
     if not lines[0].startswith("HTTP/1.1 200"):
         return ""
@@ -31,7 +31,7 @@ def location_in(answer: bytes) -> str:
 
 
 def is_of_host(url: str, host: str) -> bool:
-    """Whether a URL leads to this host, in the clear as UPnP wants it."""
+    """Whether a URL leads to this host, over plain HTTP as UPnP requires."""
     try:
         split = urlsplit(url)
         return split.scheme == "http" and split.hostname == host and split.port != 0
@@ -78,7 +78,7 @@ async def find_description(gateway: Gateway, seconds: float = SEARCH_SECONDS) ->
         for _ in range(2):
             for device in _DEVICES:
                 packet = _SEARCH.format(device=device).encode()
-                # The group is what the standard asks for; some access points do not pass it on.
+                # The standard asks for the group, but some access points do not pass it on.
                 for host in (GROUP, gateway.ip):
                     transport.sendto(packet, (host, gateway.ssdp_port))
             await asyncio.wait([search.location], timeout=seconds / 2)

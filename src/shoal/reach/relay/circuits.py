@@ -1,12 +1,12 @@
 """Connections to peers that cannot be called: from an address ``/…/p2p/RELAY/p2p-circuit`` to a stream.
 
-Three ways lead there. *In reverse*: if this peer can be called itself, the relay tells the other one where, and that
-one connects. *Through the relay*: each side opens a session to it, and the relay joins the two. *Through both routers*:
+Three ways lead there. *In reverse*: if this peer can be called, the relay tells the other one where, and that one
+connects. *Through the relay*: each side opens a session to it, and the relay joins the two. *Through both routers*:
 both sides of a circuit try to connect to each other from the ports of their sessions (:mod:`~shoal.reach.punching`).
 
-Whatever connects, the roles are fixed before: who has asked is the dialler of the handshake, which proves who the other
-one is. So a relay that lies can waste some attempts and nothing else. That holds for the peer that answers, too: a
-relay tells who wants what, and can make it do no more than a few attempts at a few addresses, and handshakes.
+In each way the asking peer is the dialler of the handshake, which proves the identity of the other one. So a lying
+relay can only waste some attempts. The same holds for the peer that answers: a relay can only make it try a few
+addresses and handshakes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def open_circuits(
     """Open sessions to a relay, and wait until it has joined them to those of the other side.
 
     Raises:
-        DialError: there is no circuit.
+        DialError: no circuit was made.
     """
     opening = [_open_one(transport, relay, places, cookie, punchable=punchable) for cookie in cookies]
     return await successes(opening)
@@ -107,7 +107,7 @@ async def _open_one(
 async def _open_session(
     transport: Transport, places: Sequence[Multiaddr], cookie: bytes, *, punchable: bool
 ) -> Session:
-    """Open a session at the first place where that works."""
+    """Open a session at the first address where that works."""
     for place in places[:-1]:
         try:
             async with asyncio.timeout(MEETING_SECONDS / 2):
@@ -118,13 +118,13 @@ async def _open_session(
 
 
 def mark_relayed(stream: Stream, place: Multiaddr | None, relay: PeerID) -> None:
-    """From here the other side is seen behind its relay, and not at the address of the relay."""
+    """Mark a stream as relayed: its remote address is the circuit, not the relay's own address."""
     stream.via = relay
     stream.remote_address = None if place is None else circuit_address(place, relay)
 
 
 def parse_told(text: str) -> Multiaddr | None:
-    """An address that a relay has told, or ``None``: it may say anything."""
+    """Parse an address from a relay; ``None`` if it is invalid, because a relay may send anything."""
     try:
         return Multiaddr(text)
     except ValueError:
@@ -132,20 +132,20 @@ def parse_told(text: str) -> Multiaddr | None:
 
 
 async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
-    """Run coroutines together; the results of those that succeed, in order.
+    """Run coroutines together, and return the results of those that succeed, in order.
 
     Raises:
-        Exception: all have failed; this is the error of the first one.
+        Exception: all have failed; it is the error of the first one.
     """
     if not work:
-        raise DialError("nothing has come of it")
+        raise DialError("there was nothing to try")
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.wait(tasks)
     except BaseException:
         try:
             await cancel_and_wait(*tasks)
-        finally:  # the caller may be cancelled once more, but the tasks have ended all the same
+        finally:  # the caller may be cancelled again, but the tasks have ended all the same
             for task in tasks:
                 if has_succeeded(task):
                     task.result().abort()
@@ -160,19 +160,19 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
 
 
 REVERSE_SECONDS = 2.0
-"""How long a peer that asked to be called waits before it goes through the relay after all. Chosen."""
+"""How long a peer waits for a call in reverse before it goes through the relay after all. Chosen."""
 ANSWER_SECONDS = 2.0
-"""How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
+"""How long a relay has to answer on an existing connection before it is asked over a new one. Chosen."""
 
 
 class OutgoingCircuits:
     """Dials through relays.
 
     Args:
-        endpoint: whose connections these are.
+        endpoint: of the peer that dials.
         own_relay: joins circuits through this peer itself.
-        punching: finds direct connections on the way; without it, all circuits stay relayed.
-        public_addresses: where this peer is known to be callable from outside, so that others may call in reverse.
+        punching: finds direct connections; without it, all circuits stay relayed.
+        public_addresses: the addresses at which others are known to reach this peer, for calls in reverse.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class OutgoingCircuits:
         """Peers that could not call in reverse."""
 
     def forget_routers(self) -> None:
-        """This machine is behind other routers: what worked, or did not, says nothing any more."""
+        """Forget what worked and what did not: this machine is behind other routers."""
         self.reversals.clear()
         if self.punching is not None:
             self.punching.forget_routers()
@@ -198,8 +198,8 @@ class OutgoingCircuits:
 
         Args:
             address: ``/…/p2p/RELAY/p2p-circuit``.
-            target: who must answer.
-            count: how many streams are wanted, at most 8.
+            target: the peer that must answer.
+            count: how many streams to open, at most 8.
 
         Returns:
             One to ``count`` streams.
@@ -280,7 +280,7 @@ class OutgoingCircuits:
         raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(text)}")
 
     async def call_relay(self, relay: PeerID, method: str, request: ConnectRequest) -> ConnectAnswer:
-        """Call a relay at its own addresses: nothing leads to a relay through another one.
+        """Call a relay at its own addresses, never through another relay.
 
         Raises:
             NoRelayError: it does not answer.
@@ -304,7 +304,7 @@ class OutgoingCircuits:
         except (P2PDaemonError, P2PHandlerError, ProtocolError) as e:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
-            # Not by a token: a loop that ends may close this in another context.
+            # Without a reset token: a loop that ends may close this in another context.
             DIRECT_ONLY.set(before)
 
     async def _authenticate(
@@ -316,7 +316,7 @@ class OutgoingCircuits:
         *,
         direct_is_expected: bool,
     ) -> list[Stream]:
-        """One stream of each circuit, a direct one if possible."""
+        """Make one stream of each circuit, a direct one if possible."""
         if punches:
             pairs = zip(circuits, punches, strict=True)
             finishing = [self._better_of(*pair, target, began_at, is_expected=direct_is_expected) for pair in pairs]
@@ -343,11 +343,11 @@ class OutgoingCircuits:
         *,
         is_expected: bool,
     ) -> Stream:
-        """The relayed stream of a circuit, or the direct one if it comes before, or soon after.
+        """The relayed stream of a circuit, or the direct one if it comes first or soon after.
 
         Args:
             began_at: when the dial began.
-            is_expected: there will be a direct one, so it is waited for first, and the relay has nothing to carry.
+            is_expected: whether a direct one is likely. Then it is awaited first, so that the relay carries nothing.
         """
         unused: list[asyncio.Future[Stream]] = [punch]
         try:
@@ -358,7 +358,7 @@ class OutgoingCircuits:
                 unused.append(relayed)
                 await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
                 if not punch.done():
-                    # If the circuit has failed, nothing but the punch is left to wait for.
+                    # If the circuit has failed, only the punch is left to wait for.
                     left = 0.0 if is_expected else _head_start(began_at)
                     await asyncio.wait([punch], timeout=left if has_succeeded(relayed) else None)
             if has_succeeded(punch):
@@ -374,7 +374,7 @@ class OutgoingCircuits:
                 each.cancel()
 
     def _keep_late(self, punch: asyncio.Future[Stream]) -> None:
-        """A direct connection that has come too late for the call serves later ones."""
+        """Keep a direct connection that comes too late for this call, for later ones."""
         if has_succeeded(punch):
             if self._endpoint.is_alive:
                 self._endpoint.metrics.dials_punched += 1
@@ -389,7 +389,7 @@ class OutgoingCircuits:
         """Streams that the other peer opens to this one; none if that takes too long.
 
         Raises:
-            DialError: what the relay has to say. It says nothing about calls in reverse.
+            DialError: the relay refuses. That proves nothing about calls in reverse.
         """
         cookies = [self._endpoint.transport.new_cookie() for _ in range(count)]
         expected = [self._endpoint.transport.expect_session(cookie) for cookie in cookies]
@@ -416,7 +416,7 @@ class OutgoingCircuits:
         return streams
 
     async def prepare(self, peer: PeerID, connections: int) -> None:
-        """Dial several connections at once, if relays lead to a peer; those that are open already count.
+        """Dial several connections at once to a peer that relays lead to; open ones count.
 
         Raises:
             DialError: as by :meth:`dial`.
@@ -426,7 +426,7 @@ class OutgoingCircuits:
         if not addresses:
             return
         if dialler.direct_addresses(peer):
-            # Many homes have networks of the same number, so the first connection has to show where these lead.
+            # Many homes use the same private range, so the first connection has to show where its addresses lead.
             await pool.prepare(peer, 1)
         streams = pool.streams_to(peer)
         if streams and not all(stream.is_relayed or stream.is_arranged for stream in streams):
@@ -447,13 +447,13 @@ def _head_start(began_at: float) -> float:
 
 
 MAX_ANSWERS = 64
-"""Requests of relays that are answered at the same time. With more, or if they take too many connections together, the
-oldest of those that take most are given up: honest peers come within a few round trips."""
+"""Requests of relays that are answered at the same time. Above that, or if they take too many connections together, the
+oldest of those that take most are given up: honest peers connect within a few round trips. Chosen."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What an answer in progress is about."""
+    """An answer in progress."""
 
     relay: PeerID
     peer: bytes
@@ -462,28 +462,28 @@ class _Answer:
 
 
 class IncomingCircuits:
-    """Answers what relays announce.
+    """Answers the requests that relays announce.
 
     Args:
         endpoint: of the peer whose relays these are.
-        circuits: knows how to find direct connections on the way.
-        most: connections that may be opened for them at the same time.
+        circuits: has the means to find direct connections.
+        most: the most connections that may be open for these answers at the same time.
     """
 
     def __init__(self, endpoint: Endpoint, circuits: OutgoingCircuits, most: int) -> None:
         self._endpoint, self._circuits = endpoint, circuits
-        self._most = max(most, MAX_AT_ONCE)  # half of what one caller asks for would be of no use to it
+        self._most = max(most, MAX_AT_ONCE)  # enough for one caller's whole request
         self.tasks: dict[asyncio.Task[None], _Answer] = {}
         """Answers in progress, the oldest first."""
         self._warn_seldom = Seldom(logger.warning)
 
     def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming | IncomingReverse) -> None:
-        """A relay says that somebody wants to reach this peer.
+        """A relay says that a peer wants to reach this one.
 
         Args:
-            relay: which one.
-            places: where this peer reaches the relay.
-            incoming: what it says.
+            relay: the relay.
+            places: the addresses at which this peer reaches the relay.
+            incoming: the relay's message.
         """
         task = self._endpoint.tasks.start(self._answer(relay, places, incoming))
         self.tasks[task] = _Answer(relay, incoming.peer, max(1, len(incoming.cookies)))
@@ -501,11 +501,11 @@ class IncomingCircuits:
 
     @property
     def connections(self) -> int:
-        """How many connections the answers in progress open, or have opened."""
+        """The number of connections that the answers in progress open, or have opened."""
         return sum(each.connections for each in self.tasks.values())
 
     def _give_one_up(self) -> None:
-        """Make room: strangers who announce themselves and do not come must keep nobody out."""
+        """Make room: strangers that announce themselves but never connect must not keep others out."""
         by_relay, by_peer = Counter[PeerID](), Counter[bytes]()
         for each in self.tasks.values():
             by_relay[each.relay] += each.connections
@@ -536,7 +536,7 @@ class IncomingCircuits:
         except (ShoalError, TimeoutError) as e:
             logger.debug("peer %s, announced by relay %s, is not reached: %r", peer, relay, e)
         except Exception as e:
-            # A defect on this side, or what a relay says has led to one. Nobody waits for this task who could see it.
+            # A defect on this side, perhaps triggered by a relay's message. Nobody awaits this task, so log it here.
             self._warn_seldom(
                 "peer %s, announced by relay %s, is not reached because of %s", peer, relay, quoted(e), about=relay
             )
@@ -558,7 +558,7 @@ class IncomingCircuits:
     async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: IncomingReverse) -> None:
         cookies, transport = incoming.cookies, self._endpoint.transport
         if incoming.peer == relay.to_bytes():
-            wanted = list(places)  # it is the relay itself that wants to be called
+            wanted = list(places)  # the relay itself wants to be called
         else:
             told = [address for text in incoming.places if (address := parse_told(text)) is not None]
             allowed = [each for each in told if may_be_dialled(each, places, transport.is_inside, transport.is_here)]
@@ -582,19 +582,18 @@ class IncomingCircuits:
 
 
 def may_be_dialled(address: Multiaddr, places: Sequence[Multiaddr], is_inside: Judge, is_here: Judge) -> bool:
-    """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
+    """Whether to dial an address that a relay has told. A relay must not make this machine dial any address it likes.
 
-    The caller is at most as near as the relay. Where a place of the relay is public, the caller may be
-    anywhere.
+    The caller is at most as near as the relay. If the relay has a public address, the caller may be anywhere.
 
     Args:
-        address: as it was told.
-        places: where this peer reaches the relay.
+        address: as the relay tells it.
+        places: the addresses at which this peer reaches the relay.
         is_inside, is_here: as for :func:`~shoal.net.addresses.may_be_dialled_for`.
     """
     if is_circuit(address):
         return False
-    # Of the ports of system services, peers listen at that of HTTPS alone: some networks let nothing else through.
+    # Among system ports, peers only listen on that of HTTPS: some networks let nothing else through.
     if "memory" not in address and (port := int(address.get("tcp") or 0)) < LOWEST_PORT and port != 443:
         return False
     tellers: Sequence[Multiaddr | None] = places or [None]

@@ -1,13 +1,13 @@
-"""Being a guest of relays: how a peer that cannot be called is reached nevertheless.
+"""The relay client: lets others reach a peer that cannot be called, through relays.
 
-It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
-is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
-is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
-relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
+It keeps reservations at two relays on different hosts, so that one may vanish unnoticed. A reservation is a call that
+stays open; a relay that sends nothing for twelve seconds counts as dead. Relays end a reservation when it is an hour
+old, and both of a peer's reservations are usually of the same age. So each gets a successor a minute before its end, at
+the same relay, or at another one if that is crowded. Peers that know only the old address can still call meanwhile.
 
-Relays that have given nothing when they were asked come last from then on, and relays that have been silent for long
-come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
-dead one day, and newer ones empty.
+Relays that have refused rank last from then on, and relays that have long been silent rank after those of the routing
+table. Otherwise peers would know only the relays from their start: in time those are full or dead, and newer ones stay
+empty.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from shoal.reach.relay.server import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESS
 
 logger = logging.getLogger(__name__)
 
-WANTED = 2  # so that one may vanish
-# A relay counts as dead after two signs of life were due, and while something else is known to have broken, after one.
+WANTED = 2  # chosen, so that one may vanish
+# A relay counts as dead after two missed heartbeats, or after one while something else is known to have broken.
 SILENCE_SECONDS = 2 * ALIVE_SECONDS + 2.0
 DOUBTED_SECONDS = ALIVE_SECONDS + 2.0
-# Chosen, like all that follow. A relay is asked for so long, and left alone after it has refused.
+# Chosen, like all that follow. How long a relay has to answer, and the backoff after it has refused.
 ASK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
 # Without any candidate, look for new ones this often.
 LOOK_SECONDS = 5.0
-# A reservation that was held for this long ends for a good reason, and its relay may be asked again at once.
+# The relay of a reservation that was held for this long may be asked again at once when it ends.
 SETTLED_SECONDS = 60.0
-# A relay that has said nothing of itself for this long may have left.
+# A relay that has not greeted for this long may have left.
 RECENT_SECONDS = 600.0
-# Of one relay: an IPv4 and an IPv6 address.
+# The most addresses of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
 
 Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming | IncomingReverse], object]
@@ -72,30 +72,30 @@ class Held:
     relay: PeerID
     since: float
     seen_at: str
-    """Where the relay says to see this peer."""
+    """Where the relay claims to see this peer."""
     rate: float
     """Bytes per second that all circuits of the relay share; 0 = no limit."""
     places: tuple[Multiaddr, ...]
-    """Where the relay can be dialled."""
+    """Addresses at which the relay can be dialled."""
     heard_at: float = 0.0
-    """When the relay said something last."""
+    """When the relay was last heard."""
     limit: asyncio.Timeout | None = None
-    """When it counts as dead unless it says something."""
+    """When it counts as dead unless it is heard."""
 
 
 @dataclass
 class _Relay:
-    """What is known of a peer that is, or may be, a relay."""
+    """What is known about a peer that is, or may be, a relay."""
 
     is_relay: bool | None = None
-    """What it says itself."""
+    """Whether it says that it is a relay; ``None`` = it has not said."""
     said_at: float = -math.inf
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS))
-    """After it was asked in vain."""
+    """Pauses after it has refused."""
     has_refused: bool = False
-    """It has given nothing when it was asked last."""
+    """Whether it refused the last request."""
     is_ending: bool = False
-    """The reservation there is about to end: it is asked for another one."""
+    """Whether the reservation there is about to end, so that it is asked for another one."""
 
 
 class RelayClient:
@@ -103,8 +103,8 @@ class RelayClient:
 
     Args:
         endpoint: of the peer.
-        answer: told by which relay, and with what, somebody wants to reach this peer.
-        trusted: relays that are asked before any other one.
+        answer: called with the relay, its addresses and its message when a peer wants to reach this one.
+        trusted: relays that are asked before all others.
         on_change: called when :meth:`addresses` has changed.
     """
 
@@ -119,12 +119,12 @@ class RelayClient:
         self._known: Bounded[PeerID, _Relay] = Bounded()
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._holding: dict[PeerID, asyncio.Task[None]] = {}  # without those that look for a successor, or have one
-        self._meeting: set[Multiaddr] = set()  # addresses of trusted relays that do not say which peer is there
+        self._holding: dict[PeerID, asyncio.Task[None]] = {}  # without those that seek a successor, or have one
+        self._meeting: set[Multiaddr] = set()  # addresses of trusted relays without a peer id
         self._tasks = TaskSet()
 
     def want(self, wanted: bool) -> None:
-        """Begin or end to hold reservations."""
+        """Start or stop holding reservations."""
         if wanted and self._keeper is None and self._endpoint.is_alive:
             self._keeper = self._tasks.start(self._keep())
         elif not wanted:
@@ -134,11 +134,11 @@ class RelayClient:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether reservations are held, or looked for."""
+        """Whether reservations are held or sought."""
         return self._keeper is not None
 
     def addresses(self) -> list[Multiaddr]:
-        """Where this peer can be reached through its relays, without its own ``/p2p``: all first choices first."""
+        """Where this peer can be reached through its relays, without its own ``/p2p``: first the best of each relay."""
         found = [
             circuit_address(held.places[rank], held.relay)
             for rank in range(MAX_PLACES)
@@ -155,12 +155,12 @@ class RelayClient:
         known.is_relay, known.said_at = is_relay, self._now()
 
     def _record(self, peer: PeerID) -> _Relay:
-        """What is known of a peer, to write in it."""
+        """The record of a peer, which the caller may change."""
         record = self._known[peer] = self._known.get(peer) or _Relay()
         return record
 
     def look(self) -> None:
-        """There may be new candidates."""
+        """Look for relays again: there may be new candidates."""
         self._wake.set()
 
     # --- choosing -----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class RelayClient:
                 self._record(relay).is_ending = False
                 task = self._holding[relay] = self._tasks.start(self._hold(relay, self._request_to(relay)))
                 task.add_done_callback(functools.partial(self._let_go, relay))
-            # Of a relay that has let this peer go, or of new candidates, the event tells.
+            # The event is set when a reservation ends, or when there are new candidates.
             try:
                 async with asyncio.timeout(self._pause()):
                     await self._wake.wait()
@@ -202,7 +202,7 @@ class RelayClient:
                 return
 
     def _trusted(self) -> list[tuple[Multiaddr, PeerID]]:
-        """Trusted relays, as far as it is known which peers they are."""
+        """Trusted relays whose peer ids are known."""
         known = [(place, named or self._endpoint.met.get(place)) for place, named in self.trusted]
         return [(place, relay) for place, relay in known if relay is not None]
 
@@ -221,7 +221,7 @@ class RelayClient:
         return min([LOOK_SECONDS, *ends])
 
     def _next(self) -> list[PeerID]:
-        """The relays to ask now, on other hosts than those that are asked or hold a reservation already."""
+        """The relays to ask now, on other hosts than those that are being asked or hold a reservation."""
         missing = WANTED - len(self._holding)
         if missing <= 0:
             return []
@@ -243,7 +243,7 @@ class RelayClient:
         return Reserve(
             reach=self._endpoint.announce().reach,
             others=len({*self._holding, *self.held} - {relay}),
-            # A relay that has refused is asked again only when there is no other.
+            # A relay that has refused is asked again only when there is no other one.
             may_go_elsewhere=not is_trusted and not self._has_refused(relay),
         )
 
@@ -252,7 +252,7 @@ class RelayClient:
         return known is not None and known.has_refused
 
     def _in_order(self) -> list[PeerID]:
-        """Relays that may be asked now: the trusted ones, then the nearest of those that most likely have room."""
+        """Relays that may be asked now: trusted ones first, then the nearest of those that most likely have room."""
         now = self._now()
 
         def may_be_asked(relay: PeerID) -> bool:
@@ -262,7 +262,7 @@ class RelayClient:
         for place, relay in self._trusted():
             self._endpoint.add_addresses(relay, [place])
         trusted = [relay for _, relay in self._trusted()]
-        # A peer that has told nothing yet may be one if it can be dialled: nothing leads to a relay through another.
+        # A peer that has not said may be a relay if it can be dialled directly: relays are not behind other relays.
         dialled = self._endpoint.dialler.direct_addresses
         directory = self._endpoint.directory
         nodes = () if directory is None else directory.dialable_peers()
@@ -289,7 +289,7 @@ class RelayClient:
                 async with self._endpoint.open_call(
                     relay, RelayServer.handle_name("rpc_reserve", None), roles=ANY_ROLE
                 ) as call:
-                    # What others begin because of this reservation, such as greetings, has this task's context.
+                    # Work that starts because of this reservation, such as greetings, inherits this task's context.
                     DIRECT_ONLY.set(False)
                     await call.send(request, end=True)
                     answer = await call.receive(ReserveAnswer)
@@ -322,14 +322,14 @@ class RelayClient:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
         self._record(relay).has_refused = False
-        self.held.pop(relay, None)  # an older one, which the relay ends now
+        self.held.pop(relay, None)  # an older reservation, which the relay ends now
         self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
         logger.info("peers reach this one through relay %s", relay)
         self._tell_change()
         return held
 
     def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
-        """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
+        """Where others can dial a relay: one address of each IP version, a global one if possible."""
         known = self._endpoint.address_book.to_dial(relay)
         if connected_at is not None and connected_at not in known:
             known.append(connected_at)
@@ -340,13 +340,13 @@ class RelayClient:
         return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
 
     def _find_successor(self, relay: PeerID) -> None:
-        """A reservation is about to end."""
+        """Look for a successor of a reservation that is about to end."""
         del self._holding[relay]
         self._record(relay).is_ending = True
         self._wake.set()
 
     async def _listen(self, held: Held, call: Call) -> str:
-        """Hand on what the relay says, until the reservation is over; returns why it is."""
+        """Hand on the relay's messages until the reservation ends; returns why it ended."""
         after = RESERVATION_SECONDS - SUCCESSION_SECONDS
         succession = asyncio.get_running_loop().call_later(after, self._find_successor, held.relay)
         try:
@@ -363,7 +363,7 @@ class RelayClient:
                     notice = await call.receive(Notice)
             except TimeoutError:
                 self._drop_via(relay)
-                if self._doubted_at > held.heard_at:  # this machine's own line may have broken: no longer pauses
+                if self._doubted_at > held.heard_at:  # this machine's own line may have broken: do not blame the relay
                     self._record(relay).backoff.succeed()
                 return f"it has been silent for {self._now() - held.heard_at:.0f} s"
             finally:
@@ -376,26 +376,26 @@ class RelayClient:
             if isinstance(notice, Incoming | IncomingReverse):
                 places = held.places
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
-                # IPv4 first, because only there a router has to be observed.
+                # IPv4 first, because only there the router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
                 self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice)
 
     def doubt(self) -> None:
-        """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
+        """A connection has fallen silent. Those to relays may have broken, too, so relays get less time now."""
         self._doubted_at = self._now()
         for held in self.held.values():
             if held.limit is not None and not held.limit.expired():
                 held.limit.reschedule(held.heard_at + DOUBTED_SECONDS)
 
     def _drop_via(self, relay: PeerID) -> None:
-        """A relay is dead: nothing will come through its circuits any more."""
+        """Drop the circuits of a relay that is dead."""
         self._endpoint.dialler.note_broken(relay)
         self._endpoint.pool.end_idle(relay)
         self._endpoint.pool.drop_via(relay)
         self._endpoint.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 
     def _note_end(self, relay: PeerID, held: Held | None) -> None:
-        """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
+        """Back off from a relay that has refused, or whose reservation did not last."""
         now, known = self._now(), self._record(relay)
         if held is not None and now - held.since >= SETTLED_SECONDS:
             known.backoff.succeed()
@@ -403,18 +403,18 @@ class RelayClient:
         known.has_refused = held is None
         for place, named in self.trusted:
             if held is None and named is None and self._endpoint.met.get(place) == relay:
-                del self._endpoint.met[place]  # another one may be there by now
+                del self._endpoint.met[place]  # another peer may be there by now
 
     def _tell_change(self) -> None:
         if self._endpoint.is_alive:
             self.on_change()
 
     async def close(self) -> None:
-        """Give all reservations up."""
+        """Give up all reservations."""
         self.want(False)
         await self._tasks.cancel()
 
 
 def _check_has_no_payload(relay: PeerID, call: Call) -> None:
     if call.payload_size:
-        raise ProtocolError(f"relay {relay} sends a payload, where there is none")
+        raise ProtocolError(f"relay {relay} sends a payload where none is allowed")

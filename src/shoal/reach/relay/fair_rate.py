@@ -1,11 +1,11 @@
-"""A rate that is shared equally by whatever moves at the moment.
+"""A rate that is shared equally by all circuits that carry data at the moment.
 
-Each share that is in debt, because it has taken bytes and not yet paid for them with time, pays off its debt at the
-rate divided by the number of shares in debt. A share that takes little is in debt seldom, and so leaves the rest to the
-others. Debts are paid when somebody takes more; there are no timers.
+A share is in debt while it has taken bytes and not yet paid for them with time. It pays off its debt at the rate
+divided by the number of shares in debt. A share that takes little is seldom in debt, and so leaves the rest to the
+others. Debts are settled when any share takes more; there are no timers.
 
-Shares of strangers count together as at most as many as there are others in debt: a crowd gets half of the rate, and
-takes nothing from anybody where it is small, or alone.
+The shares of strangers together weigh at most as much as all others in debt. So a crowd of strangers gets half of the
+rate; it gets its full share if it is small, or alone.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from collections.abc import Callable
 from shoal.net.transport import Throttle
 
 LATENESS = 0.05
-"""Seconds: a share that comes back this late from its pause loses nothing."""
+"""A share that returns from its pause up to this many seconds late loses nothing. Chosen: an event loop may be busy."""
 
 
 class FairRate:
-    """The whole.
+    """The whole rate, from which shares are taken.
 
     Args:
         rate: bytes per second; ``None`` = no limit.
         now: the time in seconds.
-        count: told of all bytes that are taken.
+        count: called with the number of bytes whenever some are taken.
     """
 
     def __init__(self, rate: float | None, now: Callable[[], float], count: Callable[[int], object]) -> None:
         self.rate, self.now, self.count = rate, now, count
         self.in_debt: dict[RateShare, None] = {}
-        """Those that have not paid yet."""
+        """Shares in debt."""
         self._paid = 0.0
         self._paid_at = now()
 
     def share(self, is_known: Callable[[], bool] = lambda: True) -> RateShare:
-        """A share for somebody new.
+        """Make a new share.
 
         Args:
-            is_known: whether it belongs to peers that are no strangers, at this moment.
+            is_known: whether its peers are known at this moment, rather than strangers.
         """
         return RateShare(self, is_known)
 
     def weight_of(self, share: RateShare) -> float:
-        """How much a share counts among those in debt; 1 unless there are more strangers than others."""
+        """The weight of a share among those in debt; 1 unless there are more strangers than others."""
         if share.is_known():
             return 1.0
         known = sum(each.is_known() for each in self.in_debt)
@@ -52,11 +52,11 @@ class FairRate:
 
     @property
     def weights(self) -> float:
-        """Of all that are in debt."""
+        """The total weight of all shares in debt."""
         return sum(each.weight for each in self.in_debt)
 
     def pay(self) -> float:
-        """Bytes that a share which was always in debt would have paid for until now."""
+        """Settle debts; returns the bytes that a share that was always in debt would have paid for until now."""
         assert self.rate is not None
         now = self.now()
         seconds, self._paid_at = now - self._paid_at, now
@@ -72,16 +72,16 @@ class FairRate:
 
 
 class RateShare(Throttle):
-    """What one share of the rate has taken."""
+    """One share of the rate."""
 
     def __init__(self, whole: FairRate, is_known: Callable[[], bool]) -> None:
         self._whole, self.is_known = whole, is_known
         self.weight = 1.0
-        """How much it counts as long as it is in debt."""
+        """Its weight while it is in debt."""
         self.owed = 0.0
-        """It is in debt until a share that is always in debt has paid for this many bytes."""
+        """It is in debt until :meth:`FairRate.pay` returns this many bytes."""
         self.used_at = whole.now()
-        """When it has taken something, or was made."""
+        """When it last took bytes, or was made."""
 
     def take(self, nbytes: int) -> float:
         whole = self._whole
@@ -99,5 +99,5 @@ class RateShare(Throttle):
         return (self.owed - paid) * whole.weights / whole.rate
 
     def close(self) -> None:
-        """Nothing more will be taken: the others share what is left."""
+        """End the share; the others divide the rate among them."""
         self._whole.in_debt.pop(self, None)

@@ -1,6 +1,6 @@
-"""What peers and relays tell each other, see :mod:`shoal.reach.relay.server`. Every field is bounded.
+"""The messages between peers and relays, see :mod:`shoal.reach.relay.server`. Every field is bounded.
 
-A class whose only fields are those that its kinds have in common stands for any of them where a message is received.
+A base class with a tag stands for any of its subclasses where a message is received.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shoal.net.transport import COOKIE_BYTES, Amount, Count, Header, PeerIDBytes
 from shoal.reach.reachability import Reach as Reach
 
 MEETING_SECONDS = 5.0
-"""How long the two sides of a circuit wait for each other."""
+"""How long the two sides of a circuit wait for each other. Chosen."""
 LOWEST_PORT = 1024
-"""Services of systems are below; no system gives such a port to a connection."""
+"""The lowest port outside the system ports (RFC 6335)."""
 MAX_AT_ONCE = 8
-"""Circuits that one request may ask for."""
-MAX_TEXT = 256
+"""Circuits that one request may ask for. Chosen."""
+MAX_TEXT = 256  # chosen: a reason in a sentence
 MAX_PLACES = 4
-"""Addresses at which somebody asks to be called in reverse."""
+"""Addresses at which a peer may ask to be called in reverse. Chosen."""
 
 
 class RelayCode(IntEnum):
@@ -44,43 +44,43 @@ Places = Annotated[list[Text], Meta(max_length=MAX_PLACES)]
 
 
 class Reserve(Header):
-    """I cannot be called: tell me which peers want to."""
+    """Requests a reservation: tell me which peers want to call me."""
 
     reach: ReachNumber = int(Reach.EASY)
     others: Count = 0
-    """Relays that have told, or are asked, to do the same."""
+    """The number of other relays that hold a reservation of this peer, or are being asked for one."""
     may_go_elsewhere: bool = False
-    """There may be a relay with more room that has not been asked: a crowded one refuses."""
+    """Whether other relays remain to be asked: then a crowded relay refuses."""
 
 
 class ReserveAnswer(Header, tag=True):
-    """What a relay says to :class:`Reserve`."""
+    """A relay's answer to :class:`Reserve`."""
 
 
 class Reserved(ReserveAnswer):
-    """You have a reservation as long as this call lasts; from now on there are notices."""
+    """The reservation is granted for as long as this call lasts; notices follow."""
 
     seen_at: Text = ""
     """The address from which the call has come."""
     rate: Amount = 0.0
     """Bytes per second that all circuits share; 0 = no limit."""
     circuits: Count = 0
-    """How many there may be."""
+    """The most circuits at a time."""
 
 
 class NotReserved(ReserveAnswer):
-    """You have none."""
+    """The reservation is refused."""
 
     code: CodeNumber
     text: Text = ""
 
 
 class Notice(Header, tag=True):
-    """What a relay says to a guest."""
+    """A relay's message to a guest."""
 
 
 class Alive(Notice):
-    """Nothing, but that it works."""
+    """A heartbeat."""
 
 
 class Ended(Notice):
@@ -90,83 +90,83 @@ class Ended(Notice):
 
 
 class Incoming(Notice):
-    """Somebody wants to reach this peer, through the relay."""
+    """A peer wants to reach this one through the relay."""
 
     peer: PeerIDBytes
     cookies: Cookies
-    """Of sessions to the relay, one for each circuit."""
+    """Cookies of sessions to the relay, one for each circuit."""
     punch: bool = False
-    """Both are to try for direct connections, with an exchange on the first circuit."""
+    """Whether both sides should punch, after an exchange on the first circuit."""
     reach: ReachNumber = int(Reach.EASY)
     """Of the other peer."""
 
 
 class IncomingReverse(Notice):
-    """Somebody wants to be called by this peer."""
+    """A peer wants to be called by this one."""
 
     peer: PeerIDBytes
     places: Places
     """Where, the best first."""
     cookies: SomeCookies
-    """Of sessions to there."""
+    """Cookies of sessions to these addresses."""
 
 
 class ConnectRequest(Header, tag=True):
-    """I want to reach a peer."""
+    """Asks a relay for a connection to a peer."""
 
     target: PeerIDBytes
 
 
 class Connect(ConnectRequest):
-    """Through the relay."""
+    """Asks for circuits through the relay."""
 
     count: Annotated[int, Meta(ge=1, le=MAX_AT_ONCE)] = 1
-    """How many connections."""
+    """The number of connections wanted."""
     punch: bool = False
     reach: ReachNumber = int(Reach.EASY)
     """Of the asking peer."""
 
 
 class ConnectReverse(ConnectRequest):
-    """Let it call me."""
+    """Asks that the other peer calls the sender."""
 
     places: Places
     """Where, the best first."""
     cookies: SomeCookies
-    """One for each connection."""
+    """One cookie for each connection."""
 
 
 class ConnectAnswer(Header, tag=True):
-    """What a relay says to a :class:`ConnectRequest`."""
+    """A relay's answer to a :class:`ConnectRequest`."""
 
 
 class Connected(ConnectAnswer):
     """The other peer was told."""
 
     cookies: Cookies = msgspec.field(default_factory=list)
-    """One for each circuit, perhaps fewer than asked for; none where the other peer is to call."""
+    """One cookie for each circuit, perhaps fewer than asked for; none if the other peer is to call."""
     rate: Amount = 0.0
     reach: ReachNumber = int(Reach.EASY)
     """Of the peer that is asked for."""
 
 
 class NotConnected(ConnectAnswer):
-    """There will be no connection."""
+    """The connection is refused."""
 
     code: CodeNumber
     text: Text = ""
 
 
 class Ready(Header):
-    """Both sides of a circuit have come; what follows is theirs."""
+    """Both sides of a circuit are connected; the bytes after this belong to them."""
 
     seen_at: Text = ""
-    """The address from which this side has come."""
+    """The address from which this side has connected."""
     other_seen_at: Text = ""
 
 
 class Observe(Header):
-    """At which address am I seen?"""
+    """Asks at which address the sender is seen."""
 
 
 class OpenObservation(Header):

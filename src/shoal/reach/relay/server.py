@@ -1,13 +1,13 @@
-"""Being a relay: joining two connections for two peers, neither of which can call the other.
+"""The relay server: joins two connections for two peers that cannot call each other.
 
 A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
 that call. A peer that wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session
 with its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any
 connection, so a relay cannot read or change anything, nor pretend to be somebody.
 
-A relay is no party to what it carries, so it grants little: a number of reservations and of circuits, and a rate that
-all circuits share. Where that is not enough for everybody, peers that have delivered in rounds with this one come
-first: they take places of strangers, and strangers together get half of the rate. A relay that is in no rounds, such as
+A relay gains nothing from what it carries, so it grants little: a number of reservations and circuits, and a rate that
+all circuits share. When that is not enough, peers that have contributed to rounds with this one come first: they take
+the places of strangers, and strangers together get half of the rate. A relay that takes part in no rounds, such as
 ``shoal dht``, treats all alike.
 """
 
@@ -61,21 +61,21 @@ logger = logging.getLogger(__name__)
 
 # All chosen.
 ALIVE_SECONDS = 5.0
-"""A relay that has nothing to say says that after this long."""
+"""Seconds between a relay's heartbeats to a guest."""
 RESERVATION_SECONDS = 3600.0
-"""Reservations end after this long. Guests of a crowded relay look for another one then, so that they spread."""
+"""Reservations end after this long. Guests of a crowded relay then look for another one, so that they spread."""
 SUCCESSION_SECONDS = 60.0
 """A guest asks for the successor of a reservation this long before its end."""
 UNUSED_SECONDS = 300.0
-"""A guest without a circuit for this long may have to make room although it has no other relay."""
+"""A guest without a circuit for this long may be evicted even if it has no other relay."""
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
 SILENT_SECONDS = 2.0
-"""A circuit on which nothing has moved for this long makes room for another one between the same two peers."""
+"""A circuit that has been quiet for this long makes room for another one between the same two peers."""
 CROWDED_SHARE = 0.5
-"""A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
-many of its circuits in use, all peers of one host together may have as many as one peer."""
-OBSERVATION_BURST = 20
+"""A relay that has granted more than this share of its reservations is crowded, and others are asked first. When more
+than this share of its circuits is in use, all peers of one host together may have as many as one peer."""
+OBSERVATION_BURST = 20  # observations for one host at once
 
 
 _REASONS = {
@@ -93,7 +93,7 @@ class _Refusal(NamedTuple):
 
 @dataclass(eq=False)
 class _Guest:
-    """Somebody with a reservation."""
+    """A peer with a reservation."""
 
     peer: PeerID
     host: str
@@ -102,12 +102,12 @@ class _Guest:
     used_at: float
     """When its last circuit began or ended."""
     has_others: bool
-    """It had another relay when it came, so most likely it has one now."""
+    """Whether it had another relay when it came, so that it most likely has one now."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(64))
-    """What it has not read yet; one that reads nothing is no guest."""
+    """Notices that it has not read yet. A guest that reads none is dropped."""
     circuits: int = 0
     is_leaving: bool = False
-    """It has been sent elsewhere, but is still here."""
+    """Whether its reservation was ended, but its call is still open."""
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, why: str) -> None:
@@ -120,7 +120,7 @@ class _Guest:
 class _Circuit:
     dialler: PeerID
     host: PeerID | str
-    """The one that it shares with other identities; of a private network, itself."""
+    """The dialler's public host, which it may share with other identities; in a private network, the dialler itself."""
     guest: _Guest
     badge: Badge | None
     sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
@@ -132,12 +132,12 @@ class _Circuit:
 
 
 class RelayServer(ServicerBase):
-    """Takes reservations, makes circuits, and tells others at which address they are seen.
+    """Grants reservations, makes circuits, and tells others at which address they are seen.
 
     Args:
         endpoint: of the peer that serves.
-        wanted: always or never be a relay; ``None``: as long as this peer is public.
-        limits: what it grants.
+        wanted: always (``True``) or never (``False``) be a relay; ``None``: while this peer is public.
+        limits: the most that it grants.
     """
 
     roles: ClassVar[Roles] = ANY_ROLE
@@ -146,7 +146,7 @@ class RelayServer(ServicerBase):
         self._endpoint = endpoint
         self.wanted = wanted
         self.is_public = False
-        """Others can call this peer, so that it may be a relay."""
+        """Whether others can call this peer, so that it may be a relay."""
         self._limits = limits
         self._now = asyncio.get_running_loop().time
         self._guests: dict[PeerID, _Guest] = {}
@@ -175,12 +175,12 @@ class RelayServer(ServicerBase):
 
     @property
     def circuit_count(self) -> int:
-        """Circuits, including those whose two sides have not come yet."""
+        """The number of circuits, including those that wait for a side to connect."""
         return len(self._circuits)
 
     @property
     def observation_count(self) -> int:
-        """Sessions that others are about to open in order to see their address."""
+        """The number of sessions that others are about to open in order to learn their address."""
         return len(self._observing)
 
     def _count_bytes(self, nbytes: int) -> None:
@@ -197,7 +197,7 @@ class RelayServer(ServicerBase):
 
     @patient
     async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
-        """A reservation: begins, lives and ends with this call."""
+        """Hold a reservation for as long as this call lasts."""
         request = await receive_only(call, Reserve, context.handle_name)
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
@@ -208,7 +208,7 @@ class RelayServer(ServicerBase):
             return
         guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
-        # From now on it greets again when this changes.
+        # From now on the guest greets again when its reach changes.
         self._endpoint.book[guest.peer].reach = request.reach
         loop = asyncio.get_running_loop()
         end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
@@ -218,7 +218,7 @@ class RelayServer(ServicerBase):
             await call.send(Reserved(seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
             while True:
                 notice = await _next_notice(guest)
-                if not (self.serves or isinstance(notice, Ended)):  # peers that want to reach the guest are told, too
+                if not (self.serves or isinstance(notice, Ended)):  # callers of the guest are refused, too
                     notice = Ended("this peer is no relay any more: it cannot be called itself")
                 await call.send(notice)
                 if isinstance(notice, Ended):
@@ -232,7 +232,7 @@ class RelayServer(ServicerBase):
     def _reason_to_refuse(
         self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
     ) -> _Refusal | None:
-        """Why somebody may not have a reservation; makes room if need be."""
+        """Why a peer may not have a reservation; makes room if need be."""
         if not self.serves:
             return self._refuse(RelayCode.NOT_A_RELAY)
         if not context.roles & (Roles.TRAIN | Roles.RELAY):
@@ -259,7 +259,7 @@ class RelayServer(ServicerBase):
         return None
 
     def _is_crowded_for(self, former: _Guest | None) -> bool:
-        """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
+        """Whether a peer should ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
         staying = sum(not guest.is_leaving for guest in self._guests.values())
         is_crowded = staying + (former is None) > self._limits.reservations * CROWDED_SHARE
         if former is None:
@@ -268,17 +268,17 @@ class RelayServer(ServicerBase):
         return is_over and (is_crowded or former.is_leaving)
 
     def _knows(self, *peers: PeerID) -> bool:
-        """Whether all of these peers have delivered in rounds with this one, or are this one."""
+        """Whether each of these peers has contributed to rounds with this one, or is this one."""
         return all(peer == self._endpoint.peer_id or self._endpoint.behaviour.has_delivered(peer) for peer in peers)
 
     def _most_dispensable(self, is_known: bool) -> _Guest | None:
-        """The guest that makes room for a peer without any relay; one that would have none itself only if it is idle.
+        """The guest to evict for a peer without any relay. A guest without another relay is evicted only if it is idle.
 
-        Else each would take the place of the next one, and many could not be called for a while.
+        Otherwise each would take the place of the next one, and many could not be called for a while.
 
         Args:
-            is_known: the peer has been in rounds. If no place is free otherwise, it gets that of a stranger, even of
-                one that is in use: strangers can call each other all day.
+            is_known: whether the peer was in rounds with this one. If no place is free otherwise, it takes that of a
+                stranger, even a busy one: strangers could keep each other busy forever.
         """
         idle_since = self._now() - UNUSED_SECONDS
         unused = [
@@ -294,11 +294,11 @@ class RelayServer(ServicerBase):
     # --- circuits -----------------------------------------------------------------------------------------------------
 
     async def rpc_connect(self, request: ConnectRequest, context: P2PContext) -> ConnectAnswer:
-        """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
+        """Tell a guest that a peer wants to reach it; returns cookies for circuits to it."""
         return await self.connect(request, context.remote_id)
 
     async def connect(self, request: ConnectRequest, dialler: PeerID) -> ConnectAnswer:
-        """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
+        """Do what :meth:`rpc_connect` does; the dialler may also be this peer itself."""
         if isinstance(request, Connect):
             await self._make_room(dialler, PeerID(request.target), request.count)
         guest = self._find_guest(PeerID(request.target), dialler)
@@ -323,10 +323,10 @@ class RelayServer(ServicerBase):
         return Connected(cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
 
     async def _make_room(self, dialler: PeerID, target: PeerID, count: int) -> None:
-        """End circuits between two peers on which nothing moves, if there is no room for others.
+        """End quiet circuits between two peers if there is no room for others.
 
-        A router that has forgotten its connections breaks them without a sign: this relay would keep them for minutes.
-        Circuits of strangers make room for peers that have been in rounds, those that have moved least recently first.
+        A router that forgets its connections breaks them without a sign, and this relay would keep them for minutes.
+        Circuits of strangers make room for peers that were in rounds, the least recently used first.
         """
         limits, pair, since = self._limits, (dialler, target), self._now() - SILENT_SECONDS
         of_peer, between = self._count_circuits(dialler, target)
@@ -344,17 +344,17 @@ class RelayServer(ServicerBase):
             await cancel_and_wait(*of_strangers[:missing])
 
     def _count_circuits(self, dialler: PeerID, target: PeerID) -> tuple[int, int]:
-        """How many circuits a peer has dialled, and how many of those lead to the other one."""
+        """The number of circuits that a peer has dialled, and how many of those lead to ``target``."""
         of_peer = [circuit for circuit in self._circuits.values() if circuit.dialler == dialler]
         return len(of_peer), sum(circuit.guest.peer == target for circuit in of_peer)
 
     def _reach_of(self, peer: PeerID) -> int:
-        """How a peer says now that it is called; what it told when it reserved may be over."""
+        """The latest reach that a peer has told; it may have changed since the reservation."""
         reach = self._endpoint.book.find(peer).reach
         return Reach.EASY if reach is None else max(Reach.PUBLIC, min(reach, Reach.CLIENT))
 
     def _find_guest(self, target: PeerID, dialler: PeerID) -> _Guest | _Refusal:
-        """The guest that somebody wants to reach, or why it cannot be told."""
+        """The guest that a peer wants to reach, or why it cannot be reached."""
         if not self.serves:
             return self._refuse(RelayCode.NOT_A_RELAY)
         guest = self._guests.get(target)
@@ -367,7 +367,7 @@ class RelayServer(ServicerBase):
         return guest
 
     def _room_for(self, dialler: PeerID, guest: _Guest) -> int | _Refusal:
-        """How many more circuits there may be between two peers, at least one; or why there may be none."""
+        """How many more circuits two peers may have, at least one; or why they may have none."""
         limits = self._limits
         of_peer, between = self._count_circuits(dialler, guest.peer)
         rooms = {
@@ -384,7 +384,7 @@ class RelayServer(ServicerBase):
         return room if room > 0 else self._refuse(RelayCode.BUSY, rooms[room])
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
-        """The cookies of a new circuit, for each side."""
+        """Begin a circuit; returns one cookie for each side."""
         transport = self._endpoint.transport
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
         badge = next((each.stream.badge for each in self._endpoint.server.connections_of(dialler)), None)
@@ -411,7 +411,7 @@ class RelayServer(ServicerBase):
             logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
 
     async def _carry(self, circuit: _Circuit) -> None:
-        """Wait for both sides of a circuit, and copy what they send each other."""
+        """Wait for both sides of a circuit, and copy bytes between them."""
         try:
             async with asyncio.timeout(MEETING_SECONDS):
                 first, second = await asyncio.gather(*circuit.sessions)
@@ -430,16 +430,16 @@ class RelayServer(ServicerBase):
             logger.debug("a badge has expired on a circuit from %s to %s", circuit.dialler, circuit.guest.peer)
 
     def _seconds_left(self, circuit: _Circuit) -> float | None:
-        """Until the badge of either side is worth nothing any more; ``None`` without badges."""
+        """Seconds until the badge of either side expires; ``None`` without badges."""
         membership, badges = self._endpoint.membership, (circuit.badge, circuit.guest.badge)
         left = [membership.seconds_left(badge) for badge in badges if membership is not None and badge is not None]
         return min(left, default=None)
 
     def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
-        """End the reservations and circuits of peers with badges that are unwanted from now on."""
+        """End the reservations and circuits of peers whose badges are no longer wanted."""
         for guest in [each for each in self._guests.values() if is_unwanted(each.badge)]:
             del self._guests[guest.peer]
-            guest.end("your badge is worth nothing any more")
+            guest.end("your badge is no longer valid")
         for task, circuit in self._circuits.items():
             if is_unwanted(circuit.badge) or is_unwanted(circuit.guest.badge):
                 task.cancel()
@@ -447,7 +447,7 @@ class RelayServer(ServicerBase):
     # --- observing ----------------------------------------------------------------------------------------------------
 
     async def rpc_observe(self, request: Observe, context: P2PContext) -> OpenObservation:
-        """Give a cookie for a session that tells at which address its other end is seen."""
+        """Give a cookie for a session that tells the caller at which address it is seen."""
         host, now = host_charged(self._seen(context.remote_id), context.remote_id), self._now()
         if not self._observations.take(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
@@ -469,7 +469,7 @@ class RelayServer(ServicerBase):
             expected.cancel()
 
     async def close(self) -> None:
-        """Tell all guests that they have to look for another relay, and end all circuits."""
+        """Tell all guests to look for another relay, and end all circuits."""
         self._is_closed = True
         guests, self._guests = list(self._guests.values()), {}
         for guest in guests:
