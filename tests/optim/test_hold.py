@@ -39,7 +39,7 @@ def test_a_lone_peer_ends_no_epoch_while_somebody_is_on_the_way(make_trainers, o
     on_the_way.add("newcomer")
     with caplog.at_level(logging.INFO, "shoal.optim"), ThreadPoolExecutor(1) as pool:
         step = pool.submit(trainer.step)
-        wait_until(lambda: "waits for one that downloads its state" in caplog.text, "it waits")
+        wait_until(lambda: "waits for a newcomer that downloads its state" in caplog.text, "it waits")
         assert not step.done()
         assert trainer.opt.local_epoch == epoch
         on_the_way.clear()
@@ -59,6 +59,6 @@ def test_shutdown_ends_the_wait(make_trainers, on_the_way, caplog):
     on_the_way.add("newcomer")
     with caplog.at_level(logging.INFO, "shoal.optim"), ThreadPoolExecutor(1) as pool:
         step = pool.submit(trainer.step)
-        wait_until(lambda: "waits for one that downloads its state" in caplog.text, "it waits")
+        wait_until(lambda: "waits for a newcomer that downloads its state" in caplog.text, "it waits")
         trainer.opt.shutdown()
         assert step.exception(PATIENCE) is None or isinstance(step.exception(), ShoalError)

@@ -112,7 +112,7 @@ def test_rounds_that_do_not_wait_for_everybody(rule):
                 loop = asyncio.get_running_loop()
                 victim = network.host_of(rounds[0].group.peer_ids[rounds[0].state.coordinators[-1]])
                 network.partition([victim], [other for other in network.hosts if other is not victim])
-                loop.call_later(4.0, network.heal)
+                loop.call_later(3.0, network.heal)
 
             when_all_average(members, then)
 

@@ -218,7 +218,7 @@ def test_nobody_there_or_somebody_else():
             await a.transport().dial(listener.address, Identity.generate().peer_id)
         with pytest.raises(DialError, match="no such address"):
             await a.transport().dial(Multiaddr("/memory/999"), listener.transport.identity.peer_id)
-        with pytest.raises(P2PDaemonError, match="somebody else"):
+        with pytest.raises(P2PDaemonError, match="another peer listens there"):
             await c.transport().listen(listener.address, lambda stream: None)
         await listener.transport.close()
         begun = now()

@@ -618,8 +618,8 @@ class _Attempt:
             if offer.version != best.version and offer.header.metadata == best.header.metadata:
                 search.p2p.metrics.troubles["states that differ"] += 1
                 search.warn_seldom(
-                    "the state of donor %s differs from that of %d other hosts at the same epoch: it is not taken. "
-                    "Either its machine computes differently or is broken, or it lies",
+                    "the state of donor %s differs from that of %d other hosts of this epoch: it is not taken. Its "
+                    "machine computes differently or is broken, or it lies",
                     offer.donor[1],
                     votes[best.version],
                     about=offer.donor[1],
