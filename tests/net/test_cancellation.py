@@ -117,7 +117,7 @@ async def only_this_task() -> None:
 async def nothing_left(*peers: P2P) -> None:
     """Counters are back at zero, and the only tasks left serve idle connections."""
     for p2p in peers:
-        await until(lambda: not p2p.dialler.tasks)  # noqa: B023
+        await until(lambda: not p2p.dialler.tasks and not p2p.pool.dialling_count)  # noqa: B023
         assert_clean(p2p)
 
 

@@ -31,6 +31,9 @@ SESSION_BYTE = b"\x05"
 
 T = TypeVar("T")
 
+# Chosen: more bytes at once save few calls, and each way of each circuit holds as many.
+MOST_AT_ONCE = 2**16
+
 
 class TcpSession(Session):
     """A connected socket.
@@ -94,8 +97,8 @@ class TcpSession(Session):
         await asyncio.sleep(0)  # data may never run out, and other tasks want their turn
         connected = self._open_socket()
         with contextlib.suppress(OSError):  # nothing has arrived, or what is wrong shows below
-            return connected.recv(2**18)
-        return await self._do(self._loop.sock_recv(connected, 2**18))
+            return connected.recv(MOST_AT_ONCE)
+        return await self._do(self._loop.sock_recv(connected, MOST_AT_ONCE))
 
     def is_broken_off(self) -> bool:
         return self._socket is not None and is_broken_off(self._socket)
