@@ -6,10 +6,18 @@ import asyncio
 
 import pytest
 
+from shoal.base.tasks import cancel_and_wait
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.net.addresses import AddressBook
-from shoal.net.connection_pool import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
+from shoal.net.connection import Connection
+from shoal.net.connection_pool import (
+    DIAL_STAGGER,
+    HANDSHAKE_STAGGER,
+    MAX_PARALLEL_DIALS,
+    ConnectionPool,
+    Dialler,
+)
 from shoal.net.memory import MemoryNetwork, MemoryTransport
 from shoal.net.transport import ON_ANSWER, Stream
 from shoal.p2p import Identity, PeerID
@@ -62,3 +70,36 @@ def test_another_address_is_tried_if_the_first_one_is_silent(answers: bool, mome
 
 def test_another_address_is_tried_at_once_if_a_handshake_fails() -> None:
     assert dialled(Slow(1.0, answers=True, fails=True)) == [(FIRST, 0.0), (SECOND, 1.0)]
+
+
+def test_a_call_that_gives_up_ends_the_oldest_dial() -> None:
+    """As long as more calls wait than dials are allowed, it ends none: the other calls need them."""
+
+    async def main() -> None:
+        ended: list[int] = []
+        began: list[int] = []
+
+        async def dial(peer: PeerID) -> Connection:
+            number = len(began)
+            began.append(number)
+            try:
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(number)
+
+        pool, peer = ConnectionPool(dial, 60.0), Identity.generate().peer_id
+        calls = [asyncio.ensure_future(pool.acquire(peer)) for _ in range(MAX_PARALLEL_DIALS + 2)]
+        await asyncio.sleep(0)
+        for _ in range(2):
+            await cancel_and_wait(calls.pop())
+            await asyncio.sleep(0)
+            assert ended == []
+        await cancel_and_wait(calls.pop())
+        await asyncio.sleep(0)
+        assert ended == [0]
+        await cancel_and_wait(*calls)
+        await asyncio.sleep(0)
+        assert sorted(ended) == began
+        pool.close()
+
+    run(main())

@@ -553,7 +553,8 @@ class ConnectionPool:
                 self.release(turn.result(), reusable=True)
             peer.waiting.pop(turn, None)
             # After a gap in the network, a new dial connects sooner than one that is in its system's backoff.
-            for dial in [*peer.dials][: len(peer.dials) - len(peer.waiting)]:
+            spare = max(0, len(peer.dials) - len(peer.waiting))
+            for dial in [*peer.dials][:spare]:
                 dial.cancel()
             self._dial_for_waiting(peer)
             raise
