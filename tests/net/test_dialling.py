@@ -72,8 +72,8 @@ def test_another_address_is_tried_at_once_if_a_handshake_fails() -> None:
     assert dialled(Slow(1.0, answers=True, fails=True)) == [(FIRST, 0.0), (SECOND, 1.0)]
 
 
-def test_a_call_that_gives_up_ends_the_oldest_dial() -> None:
-    """As long as more calls wait than dials are allowed, it ends none: the other calls need them."""
+def test_a_call_that_gives_up_ends_its_own_dial() -> None:
+    """No other one, and a new dial begins if more calls wait."""
 
     async def main() -> None:
         ended: list[int] = []
@@ -90,13 +90,12 @@ def test_a_call_that_gives_up_ends_the_oldest_dial() -> None:
         pool, peer = ConnectionPool(dial, 60.0), Identity.generate().peer_id
         calls = [asyncio.ensure_future(pool.acquire(peer)) for _ in range(MAX_PARALLEL_DIALS + 2)]
         await asyncio.sleep(0)
-        for _ in range(2):
-            await cancel_and_wait(calls.pop())
-            await asyncio.sleep(0)
-            assert ended == []
         await cancel_and_wait(calls.pop())
         await asyncio.sleep(0)
-        assert ended == [0]
+        assert ended == []
+        await cancel_and_wait(calls.pop(0))
+        await asyncio.sleep(0)
+        assert (ended, len(began)) == ([0], MAX_PARALLEL_DIALS + 1)
         await cancel_and_wait(*calls)
         await asyncio.sleep(0)
         assert sorted(ended) == began

@@ -240,8 +240,8 @@ class PooledPeer:
     peer_id: PeerID
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
-    dials: dict[asyncio.Task[Connection], None] = field(default_factory=dict)
-    """Dials for waiting calls. The first one that connects serves the call that has waited longest."""
+    dials: dict[asyncio.Task[Connection], asyncio.Future[Connection]] = field(default_factory=dict)
+    """Dials, each with the call it was begun for. The first one that connects serves the call that has waited longest."""
     elsewhere: int = 0
     """How many connections are being made elsewhere; waiting calls may have them."""
     waiting: dict[asyncio.Future[Connection], Context] = field(default_factory=dict)
@@ -552,19 +552,19 @@ class ConnectionPool:
             if not turn.cancelled() and turn.exception() is None:
                 self.release(turn.result(), reusable=True)
             peer.waiting.pop(turn, None)
-            # After a gap in the network, a new dial connects sooner than one that is in its system's backoff.
-            spare = max(0, len(peer.dials) - len(peer.waiting))
-            for dial in [*peer.dials][:spare]:
-                dial.cancel()
+            # Its dial may be in the backoff of a network gap: a new one for the next call connects sooner.
+            for dial, begun_for in peer.dials.items():
+                if begun_for is turn or not peer.waiting:
+                    dial.cancel()
             self._dial_for_waiting(peer)
             raise
 
     def _dial_for_waiting(self, peer: PooledPeer) -> None:
         """Dial for each waiting call, as far as that is allowed."""
         while len(peer.waiting) > len(peer.dials) and peer.may_dial and not self._closed:
-            context = [*peer.waiting.values()][len(peer.dials)]
+            turn, context = [*peer.waiting.items()][len(peer.dials)]
             dial = asyncio.get_running_loop().create_task(self._dial_new(peer), context=context)
-            peer.dials[dial] = None
+            peer.dials[dial] = turn
             dial.add_done_callback(functools.partial(self._end_dial, peer))
         self._forget_if_possible(peer)
 
