@@ -241,7 +241,7 @@ class PooledPeer:
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
     dials: dict[asyncio.Task[Connection], asyncio.Future[Connection]] = field(default_factory=dict)
-    """Dials, each with the call it was begun for. The first one that connects serves the call that has waited longest."""
+    """Dials, each with the call it was begun for. The first to connect serves the call that has waited longest."""
     elsewhere: int = 0
     """How many connections are being made elsewhere; waiting calls may have them."""
     waiting: dict[asyncio.Future[Connection], Context] = field(default_factory=dict)
