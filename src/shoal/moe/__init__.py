@@ -1,0 +1,1 @@
+"""Experts: modules that a server runs for others, and mixtures of them."""

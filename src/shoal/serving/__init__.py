@@ -1,0 +1,4 @@
+"""Running modules for other peers: what experts (``shoal.moe``) and stages (``shoal.stages``) have in common.
+
+- :mod:`~.tensors` sends nested structures of tensors over a call, each tensor with its codec.
+"""
