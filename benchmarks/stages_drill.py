@@ -5,8 +5,8 @@
 
 Real processes: three stages with two peers each, and two drivers, train the demo's language model for ``--steps``
 steps. With ``--kill-every``, a stage peer is killed (SIGKILL) and replaced every so many seconds, one stage after the
-other, until the steps are made and ``--seconds`` are over. Then one process trains with the same microbatches for as
-many steps, without a network. Printed are the loss of both on text held out, and the longest step beside the median.
+other, until the steps are made and ``--seconds`` are over. Then one process trains without a network, with as many of
+the same samples. Printed are the loss of both on text held out, and the longest step beside the median.
 """
 
 from __future__ import annotations
@@ -90,11 +90,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = drill(args)
-    alone = train_alone(found["steps"], args.drivers, args.rows, args.step, args.seed)
-    samples = found["steps"] * args.step * args.rows
+    steps_alone = round(found["brought"] / (args.step * args.rows))
+    alone = train_alone(steps_alone, args.drivers, args.rows, args.step, args.seed)
     print(
-        f"{STAGES} stages of {args.peers} peers, {args.drivers} drivers: {found['steps']} steps, {samples} samples in "
-        f"{found['seconds']:.0f} s, {found['kills']} deaths; loss {found['loss']:.4f}, of one process {alone:.4f}"
+        f"{STAGES} stages of {args.peers} peers, {args.drivers} drivers: {found['steps']} steps, {found['brought']} "
+        f"samples in {found['seconds']:.0f} s, {found['kills']} deaths; loss {found['loss']:.4f}, of one process in "
+        f"{steps_alone} steps {alone:.4f}"
     )
     bar = MOST_OTHER_LOSS_WITH_DEATHS if found["kills"] else MOST_OTHER_LOSS
     good = [

@@ -273,7 +273,7 @@ class ShoalPeer(StagePeer):
 
     def held(self) -> list[int]:
         """The stages that this peer holds now."""
-        return list(self.model.held_stages)
+        return list(self.model.held)
 
     def close(self) -> None:
         self.model.shutdown()

@@ -111,4 +111,5 @@ try:
         ) as model:
             model.serve() if options.serve else train(model)
 except KeyboardInterrupt:
-    print("Stopped. The others carry on.")  # the end of each block has told them
+    pass
+print("Stopped. The others carry on.")  # the end of each block has told them
