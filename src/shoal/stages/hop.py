@@ -30,13 +30,21 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 import torch
 
+from shoal.base.backoff import Backoffs
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import all_of, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
+from shoal.errors import (
+    InterruptedDialError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+    ShoalError,
+    StreamClosedError,
+)
 from shoal.metrics import Metrics
-from shoal.net.transport import Amount, Count, Header, PeerIDBytes
+from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
 from shoal.stages.choice import Measurements, choose
@@ -51,6 +59,10 @@ CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError, V
 PAUSE, LONGEST_PAUSE = 0.05, 1.0
 # Peers of a stage that may fail at one microbatch, before it is the microbatch that is at fault. Chosen.
 MAX_FAILURES = 3
+# How often in a row a peer is asked again after a connection to it has broken (chosen).
+MAX_RETURNS = 8
+# A peer that cannot be called is tried again after request_timeout, and later after at most as many of them (chosen).
+MOST_RESTS = 4
 # Heartbeats within the time after which a silent peer is given up.
 PULSES = 4
 
@@ -92,8 +104,10 @@ class News(Reply, tag=2):
 
     route: Route
     """The peers that have the microbatch, of the stages after the callee's."""
-    waits: bool
+    waits: bool = False
     """It waits for a step to be made, or for a peer. So that takes as long as it takes."""
+    is_on: bool = False
+    """The callee has computed it, and the stages after it have not."""
 
 
 class Cause(IntEnum):
@@ -116,8 +130,6 @@ class Outcome(Reply, tag=3):
     cause: Cause = Cause.NONE
     text: Text = ""
     epoch: Count = 0
-    elsewhere: Amount = 0.0
-    """Seconds that the stages after the callee's have needed."""
 
 
 class StageFailure(ShoalError):
@@ -257,6 +269,9 @@ class Hop:
         self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience
         self.metrics, self.rng, self.codec, self.max_bytes = metrics, rng, codec, max_bytes
         self.warn_seldom = Seldom(logger.warning)
+        # Peers that could not be called lately. No microbatch has to find that out again.
+        first = patience.request_timeout
+        self.rests = Backoffs(first, MOST_RESTS * first, asyncio.get_running_loop().time)
 
     @asynccontextmanager
     async def carrying(self, request: Request, tell: Callable[[], object]) -> AsyncIterator[Passage]:
@@ -294,10 +309,12 @@ class Passage:
         self._result: asyncio.Future[Result] = loop.create_future()
         self._over = asyncio.Event()
         # Whether there is a call that should be ended in order, and whether the callee has everything.
-        self._is_calling = self._is_sent = False
+        self._is_calling = self._is_admitted = self._is_sent = False
         self._sent_at = 0.0
-        self.seconds = 0.0
-        """How long it took from :meth:`through` to the result."""
+        # Whether it was noted how long the peer took.
+        self._is_noted = False
+        # Since when no peer could be asked; 0 if one was.
+        self._alone_since = 0.0
         # Until when peers are not asked again.
         self._rests: dict[PeerID, float] = {}
 
@@ -307,12 +324,10 @@ class Passage:
         Raises:
             StageFailure: nothing comes back, because of the microbatch or because repairs have failed.
         """
-        began = self._now()
         self._cargo.set_result(cargo)
         try:
             return await self._result
         finally:
-            self.seconds = self._now() - began
             self._cargo = asyncio.get_running_loop().create_future()  # what was sent is not needed any more
 
     def finish(self) -> bool:
@@ -336,16 +351,17 @@ class Passage:
             self._result.exception()  # marks it as retrieved: the work may have ended before it asked
 
     async def _try_peers(self) -> None:
-        hop, failures = self._hop, 0
+        hop, failures, returns = self._hop, 0, 0
         again: PeerID | None = None
         while True:
             peer = again or await self._choose()
-            is_again, again, began = again is not None, None, self._now()
-            self._is_sent, self._sent_at = False, began
+            returns = returns + 1 if again else 0
+            again, began = None, self._now()
+            self._is_admitted, self._is_sent, self._is_noted, self._sent_at = False, False, False, began
             hop.measured.note_sent(peer, get_dht_time())
             error: Exception | None = None
             try:
-                await self._attempt(peer, anew=is_again)
+                await self._attempt(peer, anew=returns > 0)
                 return
             except PeerTurnedAway as e:
                 if e.code is Code.BEHIND:
@@ -363,44 +379,58 @@ class Passage:
             if failures >= MAX_FAILURES:
                 text = f"{failures} peers of stage {hop.stage} cannot compute it, the last one says: {error}"
                 raise StageFailure(Cause.LOST, text)
-            # Other errors come before it has the microbatch, or show that it is gone.
-            if isinstance(error, StreamClosedError) and self.route and not is_again:
+            # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
+            is_broken = isinstance(error, StreamClosedError) and self._is_admitted
+            is_unlucky = returns and isinstance(error, StreamClosedError | InterruptedDialError)
+            if (is_broken or is_unlucky) and returns < MAX_RETURNS:
                 again = peer
-            self._repair(peer, error, is_first=again is not None)
+            self._repair(peer, error, is_gone=again is None)
 
     def _note_end(self, peer: PeerID, seconds: float, *, has_failed: bool) -> None:
-        """Note how an attempt has ended, if it was not noted when the result came."""
+        """Note how an attempt has ended, if it was not noted when the peer had done its part."""
+        measured, now = self._hop.measured, get_dht_time()
         if has_failed:
-            self._hop.measured.note_failure(peer, seconds, get_dht_time())
-        elif not self._result.done() or self._result.exception() is not None:
-            self._hop.measured.take_back(peer)
+            if self._is_noted:
+                measured.note_sent(peer, now)
+            measured.note_failure(peer, seconds, now)
+        elif not self._is_noted:
+            measured.take_back(peer)
 
-    def _repair(self, peer: PeerID, error: Exception, *, is_first: bool) -> None:
-        """A peer has failed: it is asked again at once if that is the first time, and otherwise not for a while."""
-        logger.debug("peer %s of stage %d has failed: %r", peer, self._hop.stage, error)
+    def _note_done(self, peer: PeerID) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            self._hop.measured.note_done(peer, self._now() - self._sent_at, get_dht_time())
+
+    def _repair(self, peer: PeerID, error: Exception, *, is_gone: bool) -> None:
+        """A call has failed. A peer that is gone is not asked again for a while."""
+        logger.debug("a call to peer %s of stage %d has failed: %r", peer, self._hop.stage, error)
         if self.route:
-            self._hop.metrics.hops_repaired["same peer" if is_first else "another peer"] += 1
-        if not is_first:
+            self._hop.metrics.hops_repaired["another peer" if is_gone else "same peer"] += 1
+        if is_gone and isinstance(error, StageFailure):
             self._rests[peer] = self._now() + self._hop.patience.request_timeout
+        elif is_gone:
+            self._hop.rests.fail(peer)
+        if is_gone:
             self._hop.peers.hasten(self._hop.stage)
             self._note([], waits=False)
 
     async def _choose(self) -> PeerID:
-        hop, began, pause = self._hop, self._now(), PAUSE
+        hop, pause = self._hop, PAUSE
         while True:
-            resting = {peer for peer, until in self._rests.items() if until > self._now()}
+            known, rests = hop.peers.peers_of(hop.stage), hop.rests
+            resting = {peer for peer in known if self._rests.get(peer, 0.0) > self._now() or not rests.is_due(peer)}
             hinted, self._hinted = self._hinted, None
             if hinted is not None:
                 return PeerID(hinted)
             # A peer at the step before is about to make this one.
             step, now = self._request.step - 1 if self._request.trains else None, get_dht_time()
-            known = hop.peers.peers_of(hop.stage)
             peer = choose(known, hop.measured, now=now, rng=hop.rng, step=step, excluded=resting)
             if peer is not None:
                 return peer
             self._note([], waits=True)
             hop.peers.hasten(hop.stage)
-            if self._now() - began >= hop.patience.request_timeout:
+            self._alone_since = self._alone_since or self._now()
+            if self._now() - self._alone_since >= hop.patience.request_timeout:
                 hop.warn_seldom(
                     "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
                     "stage=%d",
@@ -429,6 +459,8 @@ class Passage:
                     if admission.code not in (Code.ACCEPTED, Code.KNOWN):
                         await call.send_end()
                         self._turn_away(admission)
+                self._is_admitted, self._alone_since = True, 0.0
+                hop.rests.succeed(peer)
                 self._note([peer.to_bytes(), *self._below], waits=False)
                 await stack.enter_async_context(lively(call, hop.patience.request_timeout))
                 self._is_calling, self._is_sent = True, admission.code is Code.KNOWN
@@ -461,11 +493,12 @@ class Passage:
             if isinstance(reply, News):
                 self._below = reply.route
                 self._note([peer.to_bytes(), *self._below], reply.waits)
+                if reply.is_on:
+                    self._note_done(peer)
             elif isinstance(reply, Outcome) and reply.cause is Cause.NONE:
                 arrived, _ = await receive_tensors(call, self._hop.max_bytes)
-                result, seconds = _checked(arrived), self._now() - self._sent_at - reply.elsewhere
-                self._hop.measured.note_done(peer, max(0.0, seconds), get_dht_time())
-                self._result.set_result(result)
+                self._result.set_result(_checked(arrived))
+                self._note_done(peer)
             elif isinstance(reply, Outcome):
                 raise StageFailure(reply.cause, reply.text, reply.epoch)
         if not self._result.done() and not self._over.is_set():

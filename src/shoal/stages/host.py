@@ -59,6 +59,8 @@ T = TypeVar("T")
 
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
+# A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
+SECONDS_OF_WORK = 2.0
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
 # The weight of the newest microbatch in the pace of this peer (chosen).
@@ -89,6 +91,9 @@ class Arithmetic(Protocol):
     async def make_step(self) -> int:
         """Make the step with the holders of this stage, and return the new epoch."""
 
+    async def until_over(self) -> None:
+        """Wait until another holder of this stage makes the step of this epoch, or has made it."""
+
 
 class Way:
     """A work and what runs for it."""
@@ -100,14 +105,14 @@ class Way:
         )
         self.running: asyncio.Task[None] | None = None
         self.cargo: Cargo | None = None
-        self.news = News(route=[], waits=False)
+        self.news = News(route=[])
         self.outcome: Outcome | None = None
         self.result: Result | None = None
         self.changes = Changes()
 
-    def tell(self, route: list[bytes], waits: bool) -> None:
+    def tell(self, **news: Any) -> None:
         """There is news for the callers."""
-        self.news = News(route=route, waits=waits)
+        self.news = msgspec.structs.replace(self.news, **news)
         self.changes.note()
 
     def finish(self, outcome: Outcome, result: Result | None = None) -> None:
@@ -198,6 +203,10 @@ class Host:
             **more,
         )
 
+    def start(self) -> None:
+        """Begin to follow the steps of the other holders."""
+        self._tasks.spawn(self._follow())
+
     async def close(self) -> None:
         """End everything."""
         await self._tasks.close()
@@ -271,7 +280,7 @@ class Host:
             await cancel_and_wait(telling, ending)
 
     async def _tell(self, call: Call, way: Way) -> None:
-        told = News(route=[], waits=False)
+        told = News(route=[])
         while way.outcome is None:
             change, news = way.changes.next, way.news
             if news == told:
@@ -310,8 +319,9 @@ class Host:
     async def _run(self, way: Way) -> None:
         try:
             async with AsyncExitStack() as stack:
-                elsewhere = await self._pass_through(way, stack)
-                way.finish(Outcome(elsewhere=elsewhere), way.result)
+                result = await self._pass_through(way, stack)
+                self.works.advance(way.work, Phase.DONE, _nbytes([*result]))
+                way.finish(Outcome(), result)
                 self.changes.note()
                 await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
         except StageFailure as e:
@@ -330,8 +340,8 @@ class Host:
         way.finish(outcome)
         self.changes.note()
 
-    async def _pass_through(self, way: Way, stack: AsyncExitStack) -> float:
-        """Compute both ways. Sets the result, and returns the seconds that the stages after this one have needed."""
+    async def _pass_through(self, way: Way, stack: AsyncExitStack) -> Result:
+        """Compute a microbatch, and bring it through the stages after this one in between."""
         cargo, task, works = way.cargo, way.task, self.works
         way.cargo = None
         assert cargo is not None
@@ -343,30 +353,31 @@ class Host:
             if task.trains:
                 works.advance(way.work, Phase.BACKWARD)
             computing = self.compute.losses(task, inputs, labels, own)
-            losses, grads = await self._pace.measure(computing, is_last=task.trains)
+            losses, grads = await self._measured(computing, is_last=task.trains)
             if not bool(torch.isfinite(losses).all()):
                 raise StageFailure(Cause.NOT_FINITE, "a loss is not finite")
-            self._keep(way, Result(losses, list(grads or ())))
-            return 0.0
+            return Result(losses, list(grads or ()))
         passage = await stack.enter_async_context(
-            self.next_hop.carrying(way.request, lambda: way.tell(passage.route, passage.waits))
+            self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
         )
         computing = self.compute.forward(task, inputs, own)
-        outputs = await self._pace.measure(computing, is_last=False)
+        outputs = await self._measured(computing, is_last=False)
         works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
+        way.tell(is_on=True)
         del inputs
         onward, outputs = Cargo(outputs, labels, rest), None
         result = await passage.through(onward)
         if task.trains:
             works.advance(way.work, Phase.BACKWARD)
             backward = self.compute.backward(task, result.grads)
-            result = Result(result.losses, await self._pace.measure(backward, is_last=True))
-        self._keep(way, result)
-        return passage.seconds
+            result = Result(result.losses, await self._measured(backward, is_last=True))
+        return result
 
-    def _keep(self, way: Way, result: Result) -> None:
-        way.result = result
-        self.works.advance(way.work, Phase.DONE, _nbytes([*result]))
+    async def _measured(self, computing: Awaitable[T], *, is_last: bool) -> T:
+        try:
+            return await self._pace.measure(computing, is_last=is_last)
+        finally:
+            self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
 
     async def _pass_door(self, way: Way) -> None:
         """Wait until the step of a microbatch has begun here.
@@ -378,11 +389,11 @@ class Host:
         if not way.request.trains:
             return
         if self.is_synchronous and self.compute.epoch < step:
-            way.tell([], waits=True)
+            way.tell(waits=True)
             while self.compute.epoch < step:
                 self.close_step(step - 1)
                 await self.changes.next.wait()
-            way.tell([], waits=False)
+            way.tell(waits=False)
         if Door(self.compute.epoch, self._closed, self._max_staleness).verdict(step) is Code.LATE:
             raise StageFailure(Cause.LATE, f"stage {self.stage} is at step {self.compute.epoch}", self.compute.epoch)
 
@@ -395,6 +406,14 @@ class Host:
         if self.compute.epoch <= self._closed and (self._stepping is None or self._stepping.done()):
             self._stepping = self._tasks.spawn(self._make_steps())
         return is_news
+
+    async def _follow(self) -> None:
+        while True:
+            await self.compute.until_over()
+            epoch = self.compute.epoch
+            self.close_step(epoch)
+            while self.compute.epoch == epoch:
+                await self.changes.next.wait()
 
     async def _make_steps(self) -> None:
         while self.compute.epoch <= self._closed:

@@ -113,6 +113,8 @@ class Works:
 
     def __init__(self, places: int, max_bytes: int, patience: float) -> None:
         self.places, self.max_bytes, self.patience = places, max_bytes, patience
+        self.most_waiting = places
+        """The most works whose forward pass is not done. Others would be done sooner elsewhere."""
         self._works: dict[Identity, Work] = {}
         # Those that have counted here and are gone. Bounded: an identity comes back only soon, after a repair.
         self._counted: Bounded[Identity, None] = Bounded()
@@ -132,9 +134,10 @@ class Works:
     @property
     def room(self) -> int:
         """How many more works would be accepted now."""
-        taken = sum(work.phase in UNDER_WAY or work.phase is Phase.RESERVED for work in self._works.values())
+        waiting = sum(work.phase in (Phase.RESERVED, Phase.FORWARD) for work in self._works.values())
+        further = sum(work.phase in (Phase.WAITING, Phase.BACKWARD) for work in self._works.values())
         has_memory = not self._works or self.nbytes + self._largest <= self.max_bytes
-        return max(0, self.places - taken) if has_memory else 0
+        return max(0, min(self.places - further, self.most_waiting) - waiting) if has_memory else 0
 
     def holds(self, step: int) -> bool:
         """Whether a microbatch of this step, or of an earlier one, is under way and will count here."""
