@@ -7,7 +7,6 @@ know when to step: the host of the stage is told (:class:`DeclaredEnd`), and tel
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -123,16 +122,18 @@ def make_optimizer(
     if not trained:
         return None
     options["tracker_opts"] = {**(options.get("tracker_opts") or {}), "rule": DeclaredEnd()}
-    shared = {"dht": dht, "run_id": name_of_stage(run_id, stage), "target_batch_size": target_batch_size}
+    shared: dict[str, Any] = {
+        "dht": dht,
+        "run_id": name_of_stage(run_id, stage),
+        "target_batch_size": target_batch_size,
+    }
     if inner_batch_size is not None:
-        return DiLoCo(**shared, optimizer=optimizer, params=trained, model=module, **options)
+        return DiLoCo(**shared, optimizer=optimizer, params=trained, **options)
     if not synchronous:
         options = {"delay_grad_averaging": True, "delay_optimizer_step": True, "offload_optimizer": True, **options}
     if options.setdefault("offload_optimizer", False):
-        training = {"optimizer": optimizer, "params": trained}
-    else:
-        training = {"optimizer": optimizer(trained)}
-    return Optimizer(**shared, **training, model=module, **options)
+        return Optimizer(**shared, optimizer=optimizer, params=trained, **options)
+    return Optimizer(**shared, optimizer=optimizer(trained), **options)
 
 
 # --- clipping by the norm of all stages -------------------------------------------------------------------------------
