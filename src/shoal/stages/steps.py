@@ -126,6 +126,7 @@ def make_optimizer(
         "dht": dht,
         "run_id": name_of_stage(run_id, stage),
         "target_batch_size": target_batch_size,
+        "model": module,
     }
     if inner_batch_size is not None:
         return DiLoCo(**shared, optimizer=optimizer, params=trained, **options)
