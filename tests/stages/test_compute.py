@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.errors import MicrobatchError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
 from shoal.stages.compute import StageCompute, Task, seeded
@@ -193,3 +195,130 @@ async def test_two_peers_of_a_stage_share_its_microbatches(make_dhts):
             await asyncio.gather(*steps)
             assert {len(each.optimizer.grad_averager.last_round.peers) for each in (stages[1], second)} == {2}
     assert difference([*modules, other], [*expected, expected[1]], buffers=False) <= 1e-6
+
+
+# --- what is kept, and what must not count ----------------------------------------------------------------------------
+
+
+def microbatch(sequence: int, **changes: Any) -> Task:
+    return Task(b"driver", sequence, 0, sequence, SAMPLES)._replace(**changes)
+
+
+async def test_kept_graphs_stay_within_their_bound(make_dhts):
+    """Whatever does not fit is computed again, without a graph that takes the memory of one in between."""
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
+    x, calls = torch.randn(SAMPLES, WIDTH), []
+    module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, module, {"optimizer": SGD}, keep_graphs=2**30)
+        await stage.forward(microbatch(0), (x, {}))
+        graph = stage.kept_bytes - x.nbytes
+        assert 4 * SAMPLES * (WIDTH + 2 * 32) < graph <= 4 * SAMPLES * (WIDTH + 3 * 32) + 8 * WIDTH
+        stage.keep_graphs = 3 * (graph + x.nbytes) + x.nbytes
+        outputs = [await stage.forward(microbatch(number), (x, {})) for number in range(1, 6)]
+        assert stage.kept_bytes == 3 * graph + 6 * x.nbytes
+        assert calls == [True] * 3 + [False] * 3
+        for number in range(1, 6):
+            grads = await stage.backward(microbatch(number), [torch.ones_like(outputs[number - 1][0])])
+            assert grads[0].shape == x.shape
+        assert calls[6:] == [True] * 3, "those are repeated"
+        stage.forget(microbatch(0))
+        assert stage.kept_bytes == 0
+        with pytest.raises(MicrobatchError, match="microbatch 0 is not known here"):
+            await stage.backward(microbatch(0), [None])
+
+
+async def test_what_is_not_finite_does_not_count(make_dhts):
+    """A loss, a gradient that comes, or one of the parameters: it is refused, and the step is that of the others."""
+    expected, _ = await asyncio.to_thread(train_alone, SGD, False)
+    (dht,), modules = await asyncio.to_thread(make_dhts, 1), make_modules()
+    async with Peers() as peers:
+        stages = [await peers.add(dht, number, module, {"optimizer": SGD}) for number, module in enumerate(modules)]
+        await asyncio.gather(*(stage.join() for stage in stages))
+        words, labels = make_data(0)[0][1:]
+        nan, bad = torch.full((SAMPLES, WIDTH), math.nan), microbatch(99)
+        with pytest.raises(MicrobatchError, match="a loss of microbatch 99 is not finite"):
+            await stages[3].losses(bad, (nan, {}), labels)
+        await stages[0].forward(bad, words)
+        with pytest.raises(MicrobatchError, match="a gradient of the outputs of microbatch 99 is not finite"):
+            await stages[0].backward(bad, [nan, None])
+        await stages[1].forward(bad, (torch.full((SAMPLES, WIDTH), 1e30), {}))
+        with pytest.raises(MicrobatchError, match="gradients of microbatch 99 are not finite in stage 1"):
+            await stages[1].backward(bad, [torch.full((SAMPLES, WIDTH), 3e38)])
+        for grads, why in [
+            ([], "0 gradients for 2 outputs"),
+            ([torch.ones(3), None], r"shape \(3,\), expected \(6, 16\)"),
+        ]:
+            await stages[0].forward(bad, words)
+            with pytest.raises(MicrobatchError, match=why):
+                await stages[0].backward(bad, grads)
+        with pytest.raises(ValueError, match=r"one loss for each of the 5 samples, got shape \(6,\)"):
+            await stages[3].losses(bad._replace(samples=5), (torch.zeros(SAMPLES, WIDTH), {}), labels)
+        modules[1].norm.reset_running_stats()
+        for step in range(STEPS):
+            for each in make_data(step):
+                await pass_through(stages, *each)
+            assert all(p.grad is None for module in modules for p in module.parameters())
+            await asyncio.gather(*(stage.make_step() for stage in stages))
+    assert difference(modules, expected) <= 1e-6
+
+
+async def test_evaluation_changes_and_keeps_nothing(make_dhts):
+    (dht,), modules = await asyncio.to_thread(make_dhts, 1), make_modules()
+    modules[2].norm.eval()  # as a user may have frozen it
+    before = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+    async with Peers() as peers:
+        stages = [await peers.add(dht, number, module, {"optimizer": SGD}) for number, module in enumerate(modules)]
+        words, labels = make_data(0)[0][1:]
+        losses = await pass_through(stages, microbatch(0, trains=False), words, labels)
+        assert {stage.kept_bytes for stage in stages} == {0}
+    assert [module.training for module in modules] == [True] * 4
+    assert not modules[2].norm.training
+    assert modules[2].layers.training
+    for module, values in zip(modules, before, strict=True):
+        assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
+        module.eval()
+    x: Any = (words,)
+    for module in modules[:3]:
+        x = module(*x)
+    torch.testing.assert_close(losses, modules[3](*x, labels).detach(), rtol=1e-6, atol=1e-6)
+
+
+async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
+    """Its gradient would be that of other activations than those that went to the next stage."""
+
+    class Disturbed(Block):
+        def forward(self, x: torch.Tensor, more: Any) -> Any:
+            if disturbs:
+                torch.rand(1)  # as another thread may do
+            return super().forward(x, more)
+
+    (dht,), disturbs, x = await asyncio.to_thread(make_dhts, 1), False, torch.randn(SAMPLES, WIDTH)
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, Disturbed().to(chosen_device()), {"optimizer": SGD}, keep_graphs=0)
+        await stage.forward(microbatch(1), (x, {}))
+        disturbs = True
+        with pytest.raises(MicrobatchError, match=r"cannot be repeated: it draws other random numbers.*keep_graphs"):
+            await stage.backward(microbatch(1), [torch.ones(SAMPLES, WIDTH)])
+        assert stage.optimizer.grad_averager.local_samples_accumulated == 0
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, options):
+    """Fused optimizers change parameters without telling autograd."""
+    (dht,), module, x = await asyncio.to_thread(make_dhts, 1), make_modules()[1], torch.randn(SAMPLES, WIDTH)
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0, **options)
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, module, {"optimizer": optimizer})
+        await stage.join()
+        for number in range(2):
+            await stage.forward(microbatch(number), (x, {}))
+        ones = torch.ones(SAMPLES, WIDTH)
+        await stage.backward(microbatch(0), [ones])
+        await stage.make_step()
+        assert stage.kept_bytes == x.nbytes
+        found = (await stage.backward(microbatch(1), [ones]))[0]
+    leaf = x.clone().requires_grad_()
+    with seeded(1, 1, torch.device("cpu")):
+        module(leaf, {})[0].backward(ones)
+    torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)

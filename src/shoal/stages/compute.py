@@ -30,7 +30,7 @@ from shoal.base.clock import get_dht_time
 from shoal.base.reactor import AwaitableFuture, in_thread
 from shoal.base.tasks import await_cancelled
 from shoal.errors import MicrobatchError
-from shoal.optim import DiLoCo
+from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.serving.task_pool import JobPool
 from shoal.serving.tensors import form_of, with_form
@@ -535,9 +535,9 @@ class StageCompute:
             try:
                 await self._idle.wait()
                 yield
-                self._changes += 1
                 for kept in self._kept.values():
-                    kept.drop_graph()
+                    if kept.parameters != self._parameters_now():
+                        kept.drop_graph()
             finally:
                 self._may_compute.set()
 
@@ -584,6 +584,7 @@ class StageCompute:
         while self.optimizer.local_epoch == epoch and not self.optimizer.end_epoch():
             if self._closing.wait(PAUSE_SECONDS):
                 return
+        self._changes += isinstance(self.optimizer, Optimizer) and not self.optimizer.options.mode.delays_step
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # The thread cannot be interrupted, and nothing may be computed before it has ended.

@@ -167,8 +167,11 @@ def clip_by_global_norm(optimizer: Optimizer, max_norm: float, gather_norms: Gat
 @torch.no_grad()
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
     """The sum of the squares of all values."""
-    norms = torch._foreach_norm(list(tensors), dtype=torch.float32)
-    return math.fsum(float(norm) ** 2 for norm in norms)
+    wide = [each if each.dtype.itemsize >= 4 else each.float() for each in tensors]
+    if not wide:
+        return 0.0
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(wide)])  # one value is waited for, not many
+    return math.fsum(norm**2 for norm in norms.tolist())
 
 
 class StageNorms:
@@ -186,7 +189,7 @@ class StageNorms:
     def __init__(self, stage: int, count: int, ask: Callable[[int, int], Awaitable[float]], seconds: float) -> None:
         self._others = [other for other in range(count) if other != stage]
         self._ask, self._seconds, self._loop = ask, seconds, asyncio.get_running_loop()
-        self._own: Bounded[int, asyncio.Future[float]] = Bounded(MOST_STEPS, on_evict=lambda _, known: known.cancel())
+        self._own: Bounded[int, asyncio.Future[float]] = Bounded(MOST_STEPS)
         self._last: dict[int, float] = {}
         self._warn_seldom = Seldom(logger.warning)
 
