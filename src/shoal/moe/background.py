@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from shoal.moe import layers
-from shoal.moe.server import Server
+from shoal.moe.expert_server import Server
 from shoal.peers.identity import PeerID, PeerInfo
 from shoal.peers.multiaddr import Multiaddr
 
@@ -28,7 +28,7 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
     """A server in another process, for as long as the ``with`` block lasts.
 
     Args:
-        args, kwargs: for :meth:`Server.create <shoal.moe.server.Server.create>`. They are pickled.
+        args, kwargs: for :meth:`Server.create <shoal.moe.expert_server.Server.create>`. They are pickled.
         shutdown_timeout: after so many seconds, the process is killed.
 
     Yields:
