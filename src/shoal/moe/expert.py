@@ -241,6 +241,8 @@ class RemoteExpert(nn.Module):
     def __init__(self, expert_info: ExpertInfo, p2p: P2P | None, *, timeout: float | None = DEFAULT_TIMEOUT) -> None:
         super().__init__()
         self._expert_info, self.p2p, self.timeout = expert_info, p2p, timeout
+        self.has_answered: bool | None = None
+        """Whether it has answered when a mixture called it last; ``None``: it was not called."""
         self._schemas: Schemas | None = None
         self._pid = os.getpid()
 
