@@ -22,9 +22,9 @@ import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
@@ -32,7 +32,7 @@ from shoal.base.logs import Seldom
 from shoal.base.reactor import AwaitableFuture
 from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHT, DHTNode
-from shoal.moe.expert import RemoteExpert, experts_from
+from shoal.moe.expert import RemoteExpert
 from shoal.moe.uids import (
     FLAT_EXPERT,
     UID_DELIMITER,
@@ -48,8 +48,8 @@ from shoal.p2p import PeerID
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 T = TypeVar("T")
-Scores = Sequence[float]
-"""The scores of the numbers of one dimension; also an array or a tensor."""
+Scores: TypeAlias = Any
+"""The scores of the numbers of one dimension: a sequence, an array or a tensor."""
 Successors = dict[Coordinate, ExpertInfo]
 """The numbers that follow a prefix, each with an expert as an example."""
 Beam = list[tuple[Score, ExpertPrefix, Successors]]
@@ -167,7 +167,7 @@ class MoEBeamSearcher:
         return self._run(search, return_future)
 
     def batch_find_best_experts(
-        self, batch_grid_scores: Sequence[Sequence[Scores]], beam_size: int, return_future: bool = False
+        self, batch_grid_scores: Sequence[Scores], beam_size: int, return_future: bool = False
     ) -> list[list[RemoteExpert]] | AwaitableFuture[list[list[RemoteExpert]]]:
         """Like :meth:`find_best_experts` for each sample of a batch; each prefix is looked up once.
 
@@ -269,6 +269,7 @@ class _Lookups:
         self._is_flat = len(searcher.grid_size) == 1
         self._tasks: dict[ExpertPrefix, asyncio.Task[Successors]] = {}
         self._marking: list[asyncio.Task[bool]] = []
+        self._experts: dict[ExpertInfo, RemoteExpert] = {}
 
     async def __aenter__(self) -> _Lookups:
         return self
@@ -288,9 +289,12 @@ class _Lookups:
         """What follows a prefix."""
         return await asyncio.shield(self.begin(prefix))
 
-    def make_experts(self, infos: Iterable[ExpertInfo]) -> list[RemoteExpert]:
-        """Experts to call."""
-        return [each for each in experts_from([*infos], self._node.p2p) if each is not None]
+    def make_experts(self, infos: Sequence[ExpertInfo]) -> list[RemoteExpert]:
+        """Experts to call, the same one for several samples."""
+        for info in infos:
+            if info not in self._experts:
+                self._experts[info] = RemoteExpert(info, self._node.p2p)
+        return [self._experts[info] for info in infos]
 
     async def wait_for_marks(self) -> None:
         """Wait until empty prefixes are marked in the DHT; a search itself does not wait for that."""

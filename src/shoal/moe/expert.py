@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from shoal.base.extras import nested_compare, nested_flatten, nested_map, nested_pack
 from shoal.base.logs import quoted
@@ -242,6 +241,8 @@ class RemoteExpert(nn.Module):
     def __init__(self, expert_info: ExpertInfo, p2p: P2P | None, *, timeout: float | None = DEFAULT_TIMEOUT) -> None:
         super().__init__()
         self._expert_info, self.p2p, self.timeout = expert_info, p2p, timeout
+        self.has_answered: bool | None = None
+        """Whether it has answered when a mixture called it last; ``None``: it was not called."""
         self._schemas: Schemas | None = None
         self._pid = os.getpid()
 
@@ -311,7 +312,6 @@ class _RemoteModuleCall(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, expert = ctx.saved_tensors, ctx.expert
         grads_on_cpu = [
@@ -321,14 +321,29 @@ class _RemoteModuleCall(torch.autograd.Function):
         on_cpu = [each.detach().cpu() for each in inputs]
         call = expert_backward(expert.uid, on_cpu, grads_on_cpu, expert.info, expert.stub, expert.timeout)
         grads = RemoteExpertWorker.run_coroutine(call)
-        return (
-            None,
-            None,
-            *[
-                grad.detach().to(each.device) if each.is_floating_point() else None
-                for grad, each in zip(grads, inputs, strict=True)
-            ],
-        )
+        there = [grad.detach().to(each.device) for grad, each in zip(grads, inputs, strict=True)]
+        return None, None, *once(there)
+
+
+class _Once(torch.autograd.Function):
+    """Makes it an error to differentiate gradients again; autograd would take them for constants."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise RuntimeError("remote experts have no second derivatives: leave out create_graph=True")
+
+
+def once(grads: Tensors) -> list[torch.Tensor | None]:
+    """Gradients as ``backward`` returns them: none for integers, and none that can be differentiated again."""
+    floats = [each for each in grads if each.is_floating_point()]
+    if torch.is_grad_enabled():
+        floats = [*_Once.apply(DUMMY, *floats)]  # type: ignore[no-untyped-call]
+    left = iter(floats)
+    return [next(left) if each.is_floating_point() else None for each in grads]
 
 
 # --- making them ------------------------------------------------------------------------------------------------------
@@ -338,7 +353,7 @@ Experts = list[RemoteExpert | None]
 
 
 def experts_from(infos: Infos, p2p: P2P) -> Experts:
-    """An expert for each information; ``None`` stays."""
+    """Experts to call; ``None`` stays ``None``."""
     return [None if info is None else RemoteExpert(info, p2p) for info in infos]
 
 
@@ -348,7 +363,7 @@ def create_remote_experts(
     """Make experts of what is known of them.
 
     Args:
-        infos: an information for each expert, or ``None`` for one that was not found; or a future of these.
+        infos: the experts with their peers, ``None`` for those that were not found; or a future of that.
         dht: calls the experts.
         return_future: return at once.
     """
@@ -358,7 +373,7 @@ def create_remote_experts(
 def batch_create_remote_experts(
     infos: Sequence[Infos] | concurrent.futures.Future[Sequence[Infos]], dht: DHT, return_future: bool = False
 ) -> list[Experts] | AwaitableFuture[list[Experts]]:
-    """Like :func:`create_remote_experts`, for lists of informations."""
+    """Like :func:`create_remote_experts`, for a list of such lists."""
     return _create(infos, dht, lambda batch, p2p: [experts_from(each, p2p) for each in batch], return_future)
 
 
