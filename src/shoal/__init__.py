@@ -95,6 +95,7 @@ _HOMES = {
         "SerializerBase",
     ),
     "shoal.base.tasks": ("enter_asynchronously",),
+    "shoal.stages.model": ("StagedModel",),
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -155,6 +156,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     )
     from shoal.optim.progress.records import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
+    from shoal.stages.model import StagedModel
 
 __all__ = [
     "DHT",
@@ -192,6 +194,7 @@ __all__ = [
     "SerializerBase",
     "Server",
     "SizeAdaptiveCompression",
+    "StagedModel",
     "TensorDescriptor",
     "TensorMetadata",
     "TensorRole",

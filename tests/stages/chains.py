@@ -142,7 +142,7 @@ class Chain:
             p2p.add_addresses(other.peer_id, other.get_addresses(other.peer_id))
             other.add_addresses(p2p.peer_id, p2p.get_addresses(p2p.peer_id))
         self.p2ps.append(p2p)
-        return machine, p2p, StageService(p2p, "run", lambda stage: [*self.records[stage]])
+        return machine, p2p, StageService(p2p, "run", self)
 
     def _hop(self, stage: int, p2p: P2P, service: StageService) -> Hop:
         rng = random.Random(len(self.p2ps))
@@ -190,7 +190,9 @@ class Chain:
     def kill(self, compute: FakeCompute, *, how: str = "crash") -> None:
         """End a stage peer; its record expires a while later."""
         getattr(self.machine_of(compute), how)()
-        peer = next(peer for peer in self.records[compute.stage] if self.network.host_of(peer) is self.machine_of(compute))
+        peer = next(
+            peer for peer in self.records[compute.stage] if self.network.host_of(peer) is self.machine_of(compute)
+        )
         asyncio.get_running_loop().call_later(RECORD_SECONDS, self.records[compute.stage].pop, peer, None)
 
     async def drive(self, driver: Driver, numbers: Sequence[int], **how: Any) -> list[Any]:

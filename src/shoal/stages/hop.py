@@ -83,7 +83,7 @@ class Request(Header):
     trains: bool
     """Not for an evaluation."""
     stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)] = 0
-    below: Route = []
+    below: Route = msgspec.field(default_factory=list)
     """Peers of the stages after this one that may know the microbatch."""
 
 

@@ -1,23 +1,22 @@
 """A stage peer: it computes one stage for others, and sends what comes out to the next stage.
 
-What to do with a microbatch is decided by :class:`~shoal.stages.work.Works`; here it is done. Each work runs in a task of
-its own, which outlives the calls that ask for it::
+What to do with a microbatch is decided by :class:`~shoal.stages.work.Works`; here it is done. Each work runs in a task
+of its own, which outlives the calls that ask for it::
 
     Request ─► place ─► tensors ─► [door] ─► forward ─► next stage ─► backward ─► Outcome
                                       │                 reserved meanwhile
                                       └─ waits until the step of the microbatch begins
 
-*Steps.* Drivers say when a step is over (:mod:`~shoal.stages.driver`). Then each holder of the stage makes it, as soon as
-no microbatch of that step is under way here. A microbatch of the next step shows that the step is over, too, so nobody
-depends on a single message.
+*Steps.* Drivers say when a step is over (:mod:`~shoal.stages.driver`). Then each holder of the stage makes it, as soon
+as no microbatch of that step is under way here. A microbatch of the next step shows that the step is over, too, so
+nobody depends on a single message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -27,11 +26,11 @@ import torch
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import BusyError, ProtocolError, ShoalError
+from shoal.errors import BusyError, NotFiniteError, ProtocolError, ShoalError
 from shoal.metrics import Metrics
 from shoal.net.connection import CallFailure, Connection, Hello
-from shoal.net.memory import PipeEnd, Piece
-from shoal.net.transport import Count, Header
+from shoal.net.memory import Piece, PipeEnd
+from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
 from shoal.stages.compute import Task
@@ -46,12 +45,14 @@ from shoal.stages.hop import (
     News,
     Outcome,
     Patience,
+    Peers,
     Request,
     Result,
     StageFailure,
     lively,
     tensors_of,
 )
+from shoal.stages.steps import StageNorms
 from shoal.stages.work import Code, Door, Identity, Phase, Work, Works
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ TOLD = 3
 SECONDS_OF_WORK = 2.0
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
+# The pause before all peers of a stage are asked again for a norm, in seconds (chosen).
+NORM_PAUSE = 0.2
 # The weight of the newest microbatch in the pace of this peer (chosen).
 ALPHA = 0.1
 
@@ -74,13 +77,17 @@ class Arithmetic(Protocol):
     def epoch(self) -> int:
         """The step whose parameters it has."""
 
-    async def forward(self, task: Task, inputs: Any, extras: Mapping[str, Any]) -> Any:
+    async def forward(self, task: Task, inputs: Any, extras: dict[str, Any]) -> Any:
         """The outputs."""
 
     async def losses(
-        self, task: Task, inputs: Any, labels: Any, extras: Mapping[str, Any]
+        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Of the last stage: one loss for each sample, and the gradients of the inputs. The samples count."""
+        """Of the last stage: one loss for each sample, and the gradients of the inputs. The samples count.
+
+        Raises:
+            NotFiniteError: a loss is not finite, and nothing has counted.
+        """
 
     async def backward(self, task: Task, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the inputs. The samples count."""
@@ -173,6 +180,8 @@ class Host:
         max_bytes: int = 2**32,
     ) -> None:
         self.stage, self.compute, self.works, self.next_hop = stage, compute, works, next_hop
+        self.epoch = compute.epoch
+        """The step whose microbatches it computes: the last one that has been made completely."""
         self.is_leaving = False
         """It finishes what it has, and accepts nothing new."""
         self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
@@ -195,7 +204,7 @@ class Host:
         """What others should know of this peer."""
         return StageRecord(
             stage=self.stage,
-            epoch=self.compute.epoch,
+            epoch=self.epoch,
             rate=self._pace.rate,
             queue=self._pace.waiting,
             room=self.works.room,
@@ -225,7 +234,7 @@ class Host:
         code, way = self._admit(request)
         is_served = False
         try:
-            await call.send(Admission(code=code, epoch=self.compute.epoch), end=way is None)
+            await call.send(Admission(code=code, epoch=self.epoch), end=way is None)
             if way is None:
                 return
             async with lively(call, self._patience.request_timeout):
@@ -241,9 +250,9 @@ class Host:
         identity = Identity(request.driver, request.sequence)
         if self.is_leaving and identity not in self._ways:
             return Code.BUSY, None
-        if self.is_synchronous and request.trains and request.step == self.compute.epoch + 1:
+        if self.is_synchronous and request.trains and request.step == self.epoch + 1:
             self.close_step(request.step - 1)
-        door = Door(self.compute.epoch, self._closed, self._max_staleness)
+        door = Door(self.epoch, self._closed, self._max_staleness)
         code, work = self.works.ask(identity, request.step, request.trains, door)
         if code is Code.BEHIND:
             self.close_step(request.step - 1)  # making the step shows that this peer has to catch up
@@ -258,7 +267,7 @@ class Host:
 
     def _begin(self, way: Way, arrived: Any) -> None:
         match arrived:
-            case [inputs, labels, {**extras}] if all(isinstance(each, dict) for each in extras.values()):
+            case [inputs, labels, dict() as extras] if all(isinstance(each, dict) for each in extras.values()):
                 cargo = Cargo(inputs, labels, extras)
             case _:
                 raise ProtocolError("a microbatch is inputs, labels and extras")
@@ -326,6 +335,8 @@ class Host:
                 await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
         except StageFailure as e:
             self._fail(way, Outcome(e.cause, str(e)[:2000], e.epoch))
+        except NotFiniteError as e:
+            self._fail(way, Outcome(Cause.NOT_FINITE, str(e)[:2000]))
         except Exception as e:
             # Whatever the user's module raises concerns this microbatch alone.
             text = f"{type(e).__name__}: {quoted(e)}"
@@ -352,16 +363,13 @@ class Host:
         if self.next_hop is None:
             if task.trains:
                 works.advance(way.work, Phase.BACKWARD)
-            computing = self.compute.losses(task, inputs, labels, own)
-            losses, grads = await self._measured(computing, is_last=task.trains)
-            if not bool(torch.isfinite(losses).all()):
-                raise StageFailure(Cause.NOT_FINITE, "a loss is not finite")
-            return Result(losses, list(grads or ()))
+            both = self.compute.losses(task, inputs, labels, own)
+            losses, grads = await self._measured(both, is_last=task.trains)
+            return Result(losses, grads)
         passage = await stack.enter_async_context(
             self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
         )
-        computing = self.compute.forward(task, inputs, own)
-        outputs = await self._measured(computing, is_last=False)
+        outputs = await self._measured(self.compute.forward(task, inputs, own), is_last=False)
         works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
         way.tell(is_on=True)
         del inputs
@@ -388,14 +396,14 @@ class Host:
         step = way.request.step
         if not way.request.trains:
             return
-        if self.is_synchronous and self.compute.epoch < step:
+        if self.is_synchronous and self.epoch < step:
             way.tell(waits=True)
-            while self.compute.epoch < step:
+            while self.epoch < step:
                 self.close_step(step - 1)
                 await self.changes.next.wait()
             way.tell(waits=False)
-        if Door(self.compute.epoch, self._closed, self._max_staleness).verdict(step) is Code.LATE:
-            raise StageFailure(Cause.LATE, f"stage {self.stage} is at step {self.compute.epoch}", self.compute.epoch)
+        if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Code.LATE:
+            raise StageFailure(Cause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -403,30 +411,31 @@ class Host:
         """A step is over: make it when no microbatch of it is under way here. Returns whether that was new."""
         is_news = step > self._closed
         self._closed = max(self._closed, step)
-        if self.compute.epoch <= self._closed and (self._stepping is None or self._stepping.done()):
+        if self.epoch <= self._closed and (self._stepping is None or self._stepping.done()):
             self._stepping = self._tasks.spawn(self._make_steps())
         return is_news
 
     async def _follow(self) -> None:
         while True:
             await self.compute.until_over()
-            epoch = self.compute.epoch
+            epoch = self.epoch
             self.close_step(epoch)
-            while self.compute.epoch == epoch:
+            while self.epoch == epoch:
                 await self.changes.next.wait()
 
     async def _make_steps(self) -> None:
-        while self.compute.epoch <= self._closed:
+        while self.epoch <= self._closed:
             if self.is_synchronous:
-                await self._finish_works(self.compute.epoch)
-            before = self.compute.epoch
+                await self._finish_works(self.epoch)
+            before = self.epoch
             try:
                 await self.compute.make_step()
             except Exception as e:
                 self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
                 logger.debug("traceback of the step", exc_info=e)
+            self.epoch = self.compute.epoch
             self.changes.note()
-            if self.compute.epoch == before:
+            if self.epoch == before:
                 await asyncio.sleep(STEP_PAUSE)
 
     async def _finish_works(self, step: int) -> None:
@@ -455,20 +464,33 @@ class Closed(Header):
     epoch: Count
 
 
+class NormRequest(Header):
+    """Asks for the norm of the gradients of a step, which is therefore over."""
+
+    stage: StageNumber
+    step: Count
+
+
+class Norm(Header):
+    """The squared norm of the averaged gradients of a stage."""
+
+    value: Amount
+
+
 class StageService(ServicerBase):
     """The stages of this peer, as others call them, and the way to those of others.
 
     Args:
         p2p: this peer.
         run_id: name of the run.
-        peers_of: the peers of a stage.
+        peers: knows who holds which stage.
     """
 
-    def __init__(
-        self, p2p: P2P, run_id: str, peers_of: Callable[[int], Iterable[PeerID]], rng: random.Random | None = None
-    ) -> None:
-        self.p2p, self.run_id, self._peers_of, self._rng = p2p, run_id, peers_of, rng or p2p.rng
+    def __init__(self, p2p: P2P, run_id: str, peers: Peers) -> None:
+        self.p2p, self.run_id, self._peers = p2p, run_id, peers
         self.hosts: dict[int, Host] = {}
+        self.norms: dict[int, StageNorms] = {}
+        """Of the stages of this peer that clip their gradients."""
         self._tasks = BackgroundTasks(logger, f"the stages of run {run_id!r}")
 
     async def start(self) -> None:
@@ -499,16 +521,39 @@ class StageService(ServicerBase):
         """A driver says that a step is over."""
         host = self._host_of(request.stage)
         if host.close_step(request.step) and request.spreads:
-            others = [peer for peer in self._peers_of(request.stage) if peer != context.remote_id]
+            others = [peer for peer in self._peers.peers_of(request.stage) if peer != context.remote_id]
             self._tasks.spawn(self._tell(others, msgspec.structs.replace(request, spreads=False)))
-        return Closed(epoch=host.compute.epoch)
+        return Closed(epoch=host.epoch)
+
+    async def rpc_norm(self, request: NormRequest, context: P2PContext) -> Norm:
+        """A peer of another stage clips by the norm of all stages."""
+        return Norm(value=await self._own_norm(request))
+
+    async def _own_norm(self, request: NormRequest) -> float:
+        self._host_of(request.stage).close_step(request.step)
+        # A stage without trained parameters has no norm.
+        return await self.norms[request.stage].own(request.step) if request.stage in self.norms else 0.0
+
+    async def ask_norm(self, stage: int, step: int) -> float:
+        """Ask a peer of another stage for the norm of its gradients, until one answers."""
+        request = NormRequest(stage=stage, step=step)
+        while stage not in self.hosts:
+            peers = list(self._peers.peers_of(stage))
+            for peer in self.p2p.rng.sample(peers, len(peers)):
+                with suppress(*CALL_FAILURES):
+                    stub = StageService.get_stub(self.p2p, peer, namespace=self.run_id)
+                    answer: Norm = await stub.rpc_norm(request)
+                    return answer.value
+            self._peers.hasten(stage)
+            await asyncio.sleep(NORM_PAUSE)
+        return await self._own_norm(request)
 
     async def close_step(self, step: int, count: int) -> None:
         """Tell all stages that a step is over."""
         requests = []
         for stage in range(count):
-            peers = list(self._peers_of(stage))
-            told = self._rng.sample(peers, min(TOLD, len(peers)))
+            peers = list(self._peers.peers_of(stage))
+            told = self.p2p.rng.sample(peers, min(TOLD, len(peers)))
             requests.append((told, CloseStep(stage=stage, step=step, spreads=len(told) < len(peers))))
         await asyncio.gather(*(self._tell(told, request) for told, request in requests))
 
