@@ -64,6 +64,11 @@ _HOMES = {
         "nested_map",
         "nested_pack",
     ),
+    "shoal.moe": (
+        "ModuleBackend",
+        "Server",
+        "register_expert_class",
+    ),
     "shoal.optim": (
         "DiLoCo",
         "GradScaler",
@@ -90,10 +95,11 @@ _HOMES = {
         "SerializerBase",
     ),
     "shoal.base.tasks": ("enter_asynchronously",),
+    "shoal.stages.model": ("StagedModel",),
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
+_ROOMS = ("averaging", "compression", "data", "dht", "moe", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.archive import load_archive
@@ -138,6 +144,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.moe import ModuleBackend, Server, register_expert_class
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -149,6 +156,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     )
     from shoal.optim.progress.records import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
+    from shoal.stages.model import StagedModel
 
 __all__ = [
     "DHT",
@@ -168,6 +176,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "ModuleBackend",
     "MultiProcessDiLoCo",
     "MultiProcessOptimizer",
     "NoCompression",
@@ -183,7 +192,9 @@ __all__ = [
     "ScaledFloat16Compression",
     "SerializedTensor",
     "SerializerBase",
+    "Server",
     "SizeAdaptiveCompression",
+    "StagedModel",
     "TensorDescriptor",
     "TensorMetadata",
     "TensorRole",
@@ -204,6 +215,7 @@ __all__ = [
     "nested_flatten",
     "nested_map",
     "nested_pack",
+    "register_expert_class",
     "serialize_torch_tensor",
     "strided_fragments",
     "switch_to_uvloop",
