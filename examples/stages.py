@@ -27,6 +27,8 @@ torch.set_num_threads(1)  # the model is small, and the peers may share one mach
 text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items())).encode()
 text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 training, held_out = text[:-20_000], text[-20_000:]
+random = torch.Generator()  # of the data alone: stages draw from torch's own, each for its microbatch
+random.seed()
 
 
 class Blocks(torch.nn.Module):
@@ -72,7 +74,8 @@ HELD = {"0": 0, "1": 1, "2": 2, "auto": "auto", "none": None}  # what a peer may
 def microbatches(source, count=10**9, size=16):
     """Windows at random places, each with the bytes that follow its own."""
     for _ in range(count):
-        windows = source[torch.randint(0, len(source) - WINDOW - 1, (size, 1)) + torch.arange(WINDOW + 1)]
+        starts = torch.randint(0, len(source) - WINDOW - 1, (size, 1), generator=random)
+        windows = source[starts + torch.arange(WINDOW + 1)]
         yield windows[:, :-1], windows[:, 1:]
 
 
