@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.compression import NoCompression
 from shoal.errors import MicrobatchError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
@@ -87,11 +88,11 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
 
 
 def difference(found: Sequence[nn.Module], expected: Sequence[nn.Module], *, buffers: bool = True) -> float:
-    """The largest relative difference of all parameters and buffers."""
+    """The largest relative difference of all parameters and buffers but counters."""
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-            if not buffers and name in dict(one.named_buffers()):
+            if not a.is_floating_point() or (not buffers and name in dict(one.named_buffers())):
                 continue
             worst = max(worst, float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-9)))
     return worst
@@ -322,3 +323,87 @@ async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, opti
     with seeded(1, 1, torch.device("cpu")):
         module(leaf, {})[0].backward(ones)
     torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)
+
+
+# --- other ways to step -----------------------------------------------------------------------------------------------
+
+
+async def add_two(peers: Peers, make_dhts: Any, training: dict[str, Any], **options: Any) -> list[StageCompute]:
+    """Two peers of one stage that know each other."""
+    dhts = await asyncio.to_thread(make_dhts, 2)
+    for number, dht in enumerate(dhts):
+        await peers.add(dht, 1, make_modules()[1], training, number, **options)
+    await asyncio.gather(*(stage.join() for stage in peers.stages))
+    trackers = [stage.optimizer.tracker for stage in peers.stages]
+    await asyncio.to_thread(wait_until, lambda: all(t.expected_group_size == 2 for t in trackers), "they are two")
+    return peers.stages
+
+
+async def push(stage: StageCompute, number: int) -> None:
+    """A microbatch through a stage and back."""
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(number))
+    y, _ = await stage.forward(microbatch(number), (x, {}))
+    await stage.backward(microbatch(number), [y / y.numel()])
+
+
+async def test_asynchronous_stage_computes_while_it_averages(make_dhts):
+    async with Peers() as peers:
+        first, second = await add_two(peers, make_dhts, {"optimizer": ADAMW, "synchronous": False})
+        start = [parameter.detach().clone() for parameter in first.module.parameters()]
+        for step in range(3):
+            await push(first, 4 * step)
+            assert await first.make_step() == step + 1
+            # The other one is not there yet. What comes now is of the next step.
+            await push(first, 4 * step + 1)
+            await push(second, 4 * step + 2)
+            assert await second.make_step() == step + 1
+            for stage in peers.stages:
+                await asyncio.to_thread(stage.optimizer.state_averager.wait_for_jobs, 60)
+                weights = stage.optimizer.grad_averager.last_round.weights
+                assert sum(weights) == SAMPLES * (2 if step == 0 else 3)
+        for stage in peers.stages:
+            await push(stage, 99)  # before it, the step is applied
+        assert all(map(torch.equal, *(stage.module.parameters() for stage in peers.stages)))
+        assert not any(map(torch.equal, start, first.module.parameters()))
+
+
+async def test_stage_that_exchanges_only_now_and_then(make_dhts):
+    """With DiLoCo, each peer makes inner steps of its own from several microbatches."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    training = {"optimizer": sgd, "inner_batch_size": 2 * SAMPLES, "compression": NoCompression()}
+    training["outer_optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
+    async with Peers() as peers:
+        stages = await add_two(peers, make_dhts, training, inner_batch_size=2 * SAMPLES)
+        for index, stage in enumerate(stages):
+            for number in range(4):
+                await push(stage, 10 * index + number)
+            assert stage.optimizer.inner_steps == 2
+        assert await asyncio.gather(*(stage.make_step() for stage in stages)) == [1, 1]
+    alone = [make_modules()[1] for _ in range(2)]
+    for index, module in enumerate(alone):
+        optimizer = sgd(module.parameters())
+        for number in range(4):
+            x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(10 * index + number))
+            with seeded(10 * index + number, 1, torch.device("cpu")):
+                y = module(x, {})[0]
+            (y.square().sum() / y.numel() / 2 / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    for found in stages:
+        for parameter, *own in zip(found.module.parameters(), *(m.parameters() for m in alone), strict=True):
+            torch.testing.assert_close(parameter, sum(own) / 2, rtol=1e-5, atol=1e-6)
+
+
+async def test_newcomer_takes_over_the_newest_state(make_dhts):
+    dhts = await asyncio.to_thread(make_dhts, 2)
+    async with Peers() as peers:
+        first = await peers.add(dhts[0], 1, make_modules()[1], {"optimizer": ADAMW})
+        await first.join()
+        for step in range(3):
+            await push(first, step)
+            await first.make_step()
+        second = await peers.add(dhts[1], 1, Block().to(chosen_device()), {"optimizer": ADAMW}, 1)
+        await second.join()
+        assert second.epoch == 3
+    assert difference([second.module], [first.module]) == 0.0
