@@ -407,3 +407,49 @@ async def test_newcomer_takes_over_the_newest_state(make_dhts):
         await second.join()
         assert second.epoch == 3
     assert difference([second.module], [first.module]) == 0.0
+
+
+# --- other modules ----------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """With named inputs, one of which is no activation, and an argument that is the same in all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"gate": gate, "x": self.dropout(self.linear(x)) * gate * scale}
+
+
+@pytest.mark.parametrize("keep_graphs", [2**20, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "bfloat16", "frozen", pytest.param("compiled", marks=pytest.mark.leaves_something)]
+)  # torch's compiler starts a thread that stays
+async def test_kinds_of_modules(make_dhts, kind, keep_graphs):
+    """Gradients are those of autograd, however inputs come, and whatever the module is."""
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), Gated().to(chosen_device())
+    module.requires_grad_(kind != "frozen")
+    used = torch.compile(module, backend="aot_eager") if kind == "compiled" else module
+    autocast = torch.bfloat16 if kind == "bfloat16" else None
+    inputs = {"x": torch.randn(SAMPLES, WIDTH).requires_grad_(), "gate": torch.rand(SAMPLES, WIDTH)}
+    extras, task, ones = {"scale": torch.tensor(2.0)}, microbatch(7, step=3), torch.ones(SAMPLES, WIDTH)
+    async with Peers() as peers:
+        training = {"optimizer": SGD}
+        stage = await peers.add(dht, 2, used, training, keep_graphs=keep_graphs, autocast=autocast)
+        outputs = await stage.forward(task, inputs, extras)
+        assert outputs["x"].requires_grad
+        assert outputs["x"].grad_fn is None
+        found = await stage.backward(task, [None, ones])
+        assert stage.epoch == (3 if kind == "frozen" else 0)
+        counted = None if stage.optimizer is None else stage.optimizer.grad_averager.accumulator
+        sums = [] if counted is None else [each.clone() for each in counted.buffers]
+    leaf = inputs["x"].detach().clone().requires_grad_()
+    with seeded(7, 2, torch.device("cpu")), torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+        expected = module(leaf, inputs["gate"], **extras)["x"]
+    expected.backward(ones.to(expected.dtype))
+    torch.testing.assert_close(outputs["x"].detach(), expected.detach())
+    torch.testing.assert_close(found, [leaf.grad, None])
+    for total, parameter in zip(sums, module.parameters(), strict=kind != "frozen"):
+        torch.testing.assert_close(total, parameter.grad)
