@@ -16,7 +16,7 @@ from shoal.compression import NoCompression
 from shoal.errors import MicrobatchError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.stages.compute import StageCompute, Task, seeded
+from shoal.stages.compute import StageCompute, StageTask, seeded
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from tests.device import chosen_device
 from tests.optim.conftest import wait_until
@@ -62,9 +62,9 @@ def make_modules() -> list[nn.Module]:
     return [module.to(chosen_device()) for module in (Embedding(), Block(), Block(), Head())]
 
 
-def make_data(step: int) -> list[tuple[Task, torch.Tensor, torch.Tensor]]:
+def make_data(step: int) -> list[tuple[StageTask, torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    tasks = [Task(b"driver", MICROBATCHES * step + i, step, 100 * step + i, SAMPLES) for i in range(MICROBATCHES)]
+    tasks = [StageTask(b"driver", MICROBATCHES * step + i, step, 100 * step + i, SAMPLES) for i in range(MICROBATCHES)]
     return [(each, *torch.randint(0, WORDS, (2, SAMPLES), generator=generator)) for each in tasks]
 
 
@@ -125,7 +125,9 @@ class Peers:
         return self.stages[-1]
 
 
-async def pass_through(stages: Sequence[StageCompute], task: Task, words: torch.Tensor, labels: torch.Tensor) -> Any:
+async def pass_through(
+    stages: Sequence[StageCompute], task: StageTask, words: torch.Tensor, labels: torch.Tensor
+) -> Any:
     """Lead a microbatch through all stages and back."""
     x: Any = words
     for stage in stages[:-1]:
@@ -201,8 +203,8 @@ async def test_two_peers_of_a_stage_share_its_microbatches(make_dhts):
 # --- what is kept, and what must not count ----------------------------------------------------------------------------
 
 
-def microbatch(sequence: int, **changes: Any) -> Task:
-    return Task(b"driver", sequence, 0, sequence, SAMPLES)._replace(**changes)
+def microbatch(sequence: int, **changes: Any) -> StageTask:
+    return StageTask(b"driver", sequence, 0, sequence, SAMPLES)._replace(**changes)
 
 
 async def test_kept_graphs_stay_within_their_bound(make_dhts):

@@ -46,7 +46,7 @@ MOST_SHAPES = 256
 PAUSE_SECONDS = 0.05
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """A microbatch, as far as arithmetic is concerned."""
 
     driver: bytes
@@ -62,6 +62,9 @@ class Task(NamedTuple):
     @property
     def key(self) -> tuple[bytes, int]:
         return self.driver, self.sequence
+
+
+Task = StageTask
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ class StageCompute:
 
     # --- microbatches -------------------------------------------------------------------------------------------------
 
-    async def forward(self, task: Task, inputs: Any, extras: dict[str, Any] | None = None) -> Any:
+    async def forward(self, task: StageTask, inputs: Any, extras: dict[str, Any] | None = None) -> Any:
         """The outputs of a microbatch, detached. Those that need a gradient have ``requires_grad`` set.
 
         Args:
@@ -286,7 +289,7 @@ class StageCompute:
             raise
 
     async def losses(
-        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any] | None = None
+        self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """In the last stage: forward, loss and backward.
 
@@ -302,7 +305,7 @@ class StageCompute:
         """
         return await self._compute(FORWARD, self._losses, task, inputs, labels, extras or {})
 
-    async def backward(self, task: Task, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    async def backward(self, task: StageTask, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of a microbatch, which is forgotten afterwards; those of parameters are counted.
 
         Args:
@@ -323,13 +326,13 @@ class StageCompute:
         finally:
             self.forget(task)
 
-    def forget(self, task: Task) -> None:
+    def forget(self, task: StageTask) -> None:
         """Drop what is kept of a microbatch."""
         self._kept.pop(task.key, None)
 
     # --- in the computing thread --------------------------------------------------------------------------------------
 
-    def _forward(self, task: Task, kept: _Kept, inputs: Any, extras: dict[str, Any]) -> Any:
+    def _forward(self, task: StageTask, kept: _Kept, inputs: Any, extras: dict[str, Any]) -> Any:
         if self.optimizer is None:
             self._epoch = max(self._epoch, task.step)
         inputs, extras = self._arrive(inputs), self._to_device(extras)
@@ -353,7 +356,7 @@ class StageCompute:
         return self._detached(outputs)
 
     def _backward(
-        self, task: Task, kept: _Kept, output_grads: Sequence[torch.Tensor | None]
+        self, task: StageTask, kept: _Kept, output_grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         if kept.outputs is not None and kept.parameters == self._parameters_now():
             self._go_back(task, kept.outputs, output_grads)
@@ -373,7 +376,7 @@ class StageCompute:
         return _gradients_of(kept.inputs)
 
     def _losses(
-        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any]
+        self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         if self.optimizer is None:
             self._epoch = max(self._epoch, task.step)
@@ -397,7 +400,9 @@ class StageCompute:
         self._count(task)
         return losses.detach(), _gradients_of(inputs)
 
-    def _go_back(self, task: Task, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]) -> None:
+    def _go_back(
+        self, task: StageTask, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Backward pass from the outputs.
 
         Raises:
@@ -421,7 +426,7 @@ class StageCompute:
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
-    def _count(self, task: Task) -> None:
+    def _count(self, task: StageTask) -> None:
         """Count the gradients of a microbatch.
 
         Raises:
@@ -460,7 +465,7 @@ class StageCompute:
         for parameter in self._trained:
             parameter.grad = None
 
-    def _call(self, task: Task, inputs: Any, extras: dict[str, Any], labels: Any = None) -> tuple[Any, bytes]:
+    def _call(self, task: StageTask, inputs: Any, extras: dict[str, Any], labels: Any = None) -> tuple[Any, bytes]:
         """Call the module; returns its result, and where the random generators were afterwards."""
         args, kwargs = _arguments(inputs, labels)
         kind = self.device.type
