@@ -18,7 +18,7 @@ from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
 from shoal.stages.compute import StageCompute, StageTask, seeded
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
-from tests.device import chosen_device
+from tests.device import chosen_device, on_cpu_only
 from tests.optim.conftest import wait_until
 
 STEPS, MICROBATCHES, SAMPLES, WIDTH, WORDS = 5, 4, 6, 16, 11
@@ -78,7 +78,7 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
         for task, words, labels in make_data(step):
             x: Any = (words.to(chosen_device()),)
             for number, module in enumerate(modules):
-                with seeded(task.seed, number, torch.device(chosen_device())):
+                with seeded(task.seed, number, chosen_device()):
                     x = module(*x) if number < 3 else module(*x, labels.to(chosen_device()))
             (x.mean() / MICROBATCHES).backward()
         if clips:
@@ -281,10 +281,11 @@ async def test_evaluation_changes_and_keeps_nothing(make_dhts):
     for module, values in zip(modules, before, strict=True):
         assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
         module.eval()
-    x: Any = (words,)
+    x: Any = (words.to(chosen_device()),)
     for module in modules[:3]:
         x = module(*x)
-    torch.testing.assert_close(losses, modules[3](*x, labels).detach(), rtol=1e-6, atol=1e-6)
+    expected = modules[3](*x, labels.to(chosen_device())).detach()
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
 async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
@@ -306,7 +307,9 @@ async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
         assert stage.optimizer.grad_averager.local_samples_accumulated == 0
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"fused": True}, marks=on_cpu_only), {"foreach": True}], ids=["fused", "foreach"]
+)
 async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, options):
     """Fused optimizers change parameters without telling autograd."""
     (dht,), module, x = await asyncio.to_thread(make_dhts, 1), make_modules()[1], torch.randn(SAMPLES, WIDTH)
@@ -321,9 +324,9 @@ async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, opti
         await stage.make_step()
         assert stage.kept_bytes == x.nbytes
         found = (await stage.backward(microbatch(1), [ones]))[0]
-    leaf = x.clone().requires_grad_()
-    with seeded(1, 1, torch.device("cpu")):
-        module(leaf, {})[0].backward(ones)
+    leaf = x.clone().to(chosen_device()).requires_grad_()
+    with seeded(1, 1, chosen_device()):
+        module(leaf, {})[0].backward(ones.to(chosen_device()))
     torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)
 
 
@@ -386,8 +389,8 @@ async def test_stage_that_exchanges_only_now_and_then(make_dhts):
         optimizer = sgd(module.parameters())
         for number in range(4):
             x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(10 * index + number))
-            with seeded(10 * index + number, 1, torch.device("cpu")):
-                y = module(x, {})[0]
+            with seeded(10 * index + number, 1, chosen_device()):
+                y = module(x.to(chosen_device()), {})[0]
             (y.square().sum() / y.numel() / 2 / 2).backward()
             if number % 2:
                 optimizer.step()
@@ -425,6 +428,7 @@ class Gated(nn.Module):
         return {"gate": gate, "x": self.dropout(self.linear(x)) * gate * scale}
 
 
+@on_cpu_only  # the fake device has neither the types nor a compiler
 @pytest.mark.parametrize("keep_graphs", [2**20, 0], ids=["kept", "repeated"])
 @pytest.mark.parametrize(
     "kind", ["plain", "bfloat16", "frozen", pytest.param("compiled", marks=pytest.mark.leaves_something)]
@@ -448,7 +452,7 @@ async def test_kinds_of_modules(make_dhts, kind, keep_graphs):
         counted = None if stage.optimizer is None else stage.optimizer.grad_averager.accumulator
         sums = [] if counted is None else [each.clone() for each in counted.buffers]
     leaf = inputs["x"].detach().clone().requires_grad_()
-    with seeded(7, 2, torch.device("cpu")), torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+    with seeded(7, 2, chosen_device()), torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
         expected = module(leaf, inputs["gate"], **extras)["x"]
     expected.backward(ones.to(expected.dtype))
     torch.testing.assert_close(outputs["x"].detach(), expected.detach())
