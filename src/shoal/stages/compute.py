@@ -29,7 +29,7 @@ from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.reactor import AwaitableFuture, in_thread
 from shoal.base.tasks import await_cancelled
-from shoal.errors import MicrobatchError
+from shoal.errors import MicrobatchError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.serving.task_pool import JobPool
@@ -268,7 +268,7 @@ class StageCompute:
 
     @property
     def epoch(self) -> int:
-        """The step whose parameters this peer has. A stage that is not trained is at that of its latest microbatch."""
+        """The step whose parameters this peer has."""
         return self._epoch if self.optimizer is None else self.optimizer.local_epoch
 
     @property
@@ -343,8 +343,6 @@ class StageCompute:
     # --- in the computing thread --------------------------------------------------------------------------------------
 
     def _forward(self, task: StageTask, kept: _Kept, inputs: Any, extras: dict[str, Any]) -> Any:
-        if self.optimizer is None:
-            self._epoch = max(self._epoch, task.step)
         inputs, extras = self._arrive(inputs), self._to_device(extras)
         if not task.trains:
             with _evaluating(self.module):
@@ -391,8 +389,6 @@ class StageCompute:
     def _losses(
         self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        if self.optimizer is None:
-            self._epoch = max(self._epoch, task.step)
         inputs, labels, extras = self._arrive(inputs), self._to_device(labels), self._to_device(extras)
         with torch.enable_grad() if task.trains else _evaluating(self.module):
             losses = self._call(task, inputs, extras, labels)
@@ -402,7 +398,7 @@ class StageCompute:
                 f"the last stage must return one loss for each of the {task.samples} samples, got {got}: use "
                 "reduction='none', and the mean over all other dimensions"
             )
-        losses = losses.float()
+        losses = losses if losses.dtype.itemsize >= 4 else losses.float()
         if not task.trains:
             return losses, [None] * len(form_of(inputs)[1])
         if not all_finite(losses.detach()):
@@ -535,6 +531,8 @@ class StageCompute:
         """Run work in the computing thread, unless a step is being made: then afterwards."""
         while not self._may_compute.is_set():
             await self._may_compute.wait()
+        if self._closing.is_set():
+            raise ReactorError(f"this peer has left stage {self.number}")
         future = self._jobs.submit(work, *args, priority=priority)
         self._running.add(future)
         self._idle.clear()
@@ -649,3 +647,5 @@ class StageCompute:
         self._kept.clear()
         if self.optimizer is not None:
             await self._in_thread(self.optimizer.shutdown)
+        async with self._stepping:  # this has ended the step that was being made
+            pass
