@@ -395,7 +395,7 @@ class _Network:
         if self._drivers is not None:
             self._drivers.close()
         await self.directory.stop()
-        await self.service.close()
+        await self.service.close(self.options.patience.request_timeout)
         for compute in self._computes:
             await compute.close()
 
