@@ -485,7 +485,7 @@ def test_opened_row_shows_its_last_failure(rich, tmp_path):
         failure = row.locator("td.failure span")
         assert failure.text_content() == "the others have left or continued"
         assert failure.evaluate("e => e.scrollHeight <= e.clientHeight + 1 && e.scrollWidth <= e.clientWidth")
-        assert page.locator(".scroll").evaluate("e => e.scrollWidth <= e.clientWidth"), "the whole table is seen"
+        assert page.locator("#below .scroll").evaluate("e => e.scrollWidth <= e.clientWidth"), "the whole table is seen"
         button = row.get_by_role("button")
         button.focus()
         page.keyboard.press("Enter")

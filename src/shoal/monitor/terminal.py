@@ -192,7 +192,7 @@ def stages_line(rows: Sequence[StageRow]) -> str:
         return ""
     known = [row.rate for row in rows if row.rate is not None]
     parts = [counted(len(rows), "stage"), f"{sum(row.serving for row in rows)} peers hold them"]
-    parts += [f"up to {min(known):.3g} microbatches/s"] if known else []
+    parts += [f"up to {min(known):.3g} microbatches/s" if min(known) else "no microbatch can pass"] if known else []
     slow = [str(row.stage) for row in rows if row.is_bottleneck]
     if slow:
         parts.append(f"bottleneck: stage {', '.join(slow)}")
