@@ -169,7 +169,7 @@ def test_broken_connections_compute_nothing_twice() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_churn_loses_and_repeats_nothing(seed: int) -> None:
     async def main() -> None:
         rng = random.Random(seed)

@@ -174,7 +174,10 @@ def test_newcomers_take_the_stages_that_nobody_holds(make_dhts, make_peer):
 
 def test_peers_come_and_go_while_others_train(make_dhts, make_peer):
     dhts = make_dhts(7)
-    peers = [make_peer(dht, stage, WIDE, optimizer=ADAMW) for dht, stage in zip(dhts, [0, 1, 2, 1, None, None])]
+    peers = [
+        make_peer(dht, stage, WIDE, optimizer=ADAMW)
+        for dht, stage in zip(dhts[:6], [0, 1, 2, 1, None, None], strict=True)
+    ]
     found: list[torch.Tensor] = []
     trainings = [each.train(data(60)) for each in peers[4:]]
     for number, (first, second) in enumerate(zip(*trainings, strict=True)):
