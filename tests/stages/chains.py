@@ -110,6 +110,9 @@ class Seat:
     def report(self, progress: DriverProgress) -> None:
         asyncio.get_running_loop().call_later(self.board.delay, self.board.hear, self.number, progress)
 
+    async def ask(self) -> None:
+        await asyncio.sleep(2 * self.board.delay)
+
     def others(self) -> Sequence[DriverProgress]:
         return [each for number, each in self.board.told.items() if number != self.number]
 

@@ -72,7 +72,7 @@ def test_two_drivers_share_steps() -> None:
         assert not chain.metric("microbatches_resent")
         steps = Counter(task.step for _, _, compute in chain.hosts for task, _ in compute.counted)
         # A driver may begin some more before it hears of the other's.
-        assert all(12 * STAGES <= count <= 18 * STAGES for step, count in steps.items() if step < max(steps))
+        assert all(12 * STAGES <= count <= 14 * STAGES for step, count in steps.items() if step < max(steps))
 
     run(main())
 
@@ -169,7 +169,7 @@ def test_broken_connections_compute_nothing_twice() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_churn_loses_and_repeats_nothing(seed: int) -> None:
     async def main() -> None:
         rng = random.Random(seed)

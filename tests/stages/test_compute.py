@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import MicrobatchError
+from shoal.compression import NoCompression
+from shoal.errors import MicrobatchError, ReactorError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.stages.compute import StageCompute, Task, seeded
+from shoal.stages.compute import StageCompute, StageTask, seeded
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
-from tests.device import chosen_device
+from tests.device import chosen_device, on_cpu_only
 from tests.optim.conftest import wait_until
 
 STEPS, MICROBATCHES, SAMPLES, WIDTH, WORDS = 5, 4, 6, 16, 11
@@ -61,9 +62,9 @@ def make_modules() -> list[nn.Module]:
     return [module.to(chosen_device()) for module in (Embedding(), Block(), Block(), Head())]
 
 
-def make_data(step: int) -> list[tuple[Task, torch.Tensor, torch.Tensor]]:
+def make_data(step: int) -> list[tuple[StageTask, torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    tasks = [Task(b"driver", MICROBATCHES * step + i, step, 100 * step + i, SAMPLES) for i in range(MICROBATCHES)]
+    tasks = [StageTask(b"driver", MICROBATCHES * step + i, step, 100 * step + i, SAMPLES) for i in range(MICROBATCHES)]
     return [(each, *torch.randint(0, WORDS, (2, SAMPLES), generator=generator)) for each in tasks]
 
 
@@ -77,7 +78,7 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
         for task, words, labels in make_data(step):
             x: Any = (words.to(chosen_device()),)
             for number, module in enumerate(modules):
-                with seeded(task.seed, number, torch.device(chosen_device())):
+                with seeded(task.seed, number, chosen_device()):
                     x = module(*x) if number < 3 else module(*x, labels.to(chosen_device()))
             (x.mean() / MICROBATCHES).backward()
         if clips:
@@ -87,11 +88,11 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
 
 
 def difference(found: Sequence[nn.Module], expected: Sequence[nn.Module], *, buffers: bool = True) -> float:
-    """The largest relative difference of all parameters and buffers."""
+    """The largest relative difference of all parameters and buffers but counters."""
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-            if not buffers and name in dict(one.named_buffers()):
+            if not a.is_floating_point() or (not buffers and name in dict(one.named_buffers())):
                 continue
             worst = max(worst, float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-9)))
     return worst
@@ -124,7 +125,9 @@ class Peers:
         return self.stages[-1]
 
 
-async def pass_through(stages: Sequence[StageCompute], task: Task, words: torch.Tensor, labels: torch.Tensor) -> Any:
+async def pass_through(
+    stages: Sequence[StageCompute], task: StageTask, words: torch.Tensor, labels: torch.Tensor
+) -> Any:
     """Lead a microbatch through all stages and back."""
     x: Any = words
     for stage in stages[:-1]:
@@ -200,8 +203,8 @@ async def test_two_peers_of_a_stage_share_its_microbatches(make_dhts):
 # --- what is kept, and what must not count ----------------------------------------------------------------------------
 
 
-def microbatch(sequence: int, **changes: Any) -> Task:
-    return Task(b"driver", sequence, 0, sequence, SAMPLES)._replace(**changes)
+def microbatch(sequence: int, **changes: Any) -> StageTask:
+    return StageTask(b"driver", sequence, 0, sequence, SAMPLES)._replace(**changes)
 
 
 async def test_kept_graphs_stay_within_their_bound(make_dhts):
@@ -278,10 +281,11 @@ async def test_evaluation_changes_and_keeps_nothing(make_dhts):
     for module, values in zip(modules, before, strict=True):
         assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
         module.eval()
-    x: Any = (words,)
+    x: Any = (words.to(chosen_device()),)
     for module in modules[:3]:
         x = module(*x)
-    torch.testing.assert_close(losses, modules[3](*x, labels).detach(), rtol=1e-6, atol=1e-6)
+    expected = modules[3](*x, labels.to(chosen_device())).detach()
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
 async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
@@ -298,12 +302,14 @@ async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
         stage = await peers.add(dht, 1, Disturbed().to(chosen_device()), {"optimizer": SGD}, keep_graphs=0)
         await stage.forward(microbatch(1), (x, {}))
         disturbs = True
-        with pytest.raises(MicrobatchError, match=r"cannot be repeated: it draws other random numbers.*keep_graphs"):
+        with pytest.raises(MicrobatchError, match=r"other outputs when it is repeated.*keep_graphs"):
             await stage.backward(microbatch(1), [torch.ones(SAMPLES, WIDTH)])
         assert stage.optimizer.grad_averager.local_samples_accumulated == 0
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"fused": True}, marks=on_cpu_only), {"foreach": True}], ids=["fused", "foreach"]
+)
 async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, options):
     """Fused optimizers change parameters without telling autograd."""
     (dht,), module, x = await asyncio.to_thread(make_dhts, 1), make_modules()[1], torch.randn(SAMPLES, WIDTH)
@@ -318,7 +324,152 @@ async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, opti
         await stage.make_step()
         assert stage.kept_bytes == x.nbytes
         found = (await stage.backward(microbatch(1), [ones]))[0]
-    leaf = x.clone().requires_grad_()
-    with seeded(1, 1, torch.device("cpu")):
-        module(leaf, {})[0].backward(ones)
+    leaf = x.clone().to(chosen_device()).requires_grad_()
+    with seeded(1, 1, chosen_device()):
+        module(leaf, {})[0].backward(ones.to(chosen_device()))
     torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)
+
+
+# --- other ways to step -----------------------------------------------------------------------------------------------
+
+
+async def add_two(peers: Peers, make_dhts: Any, training: dict[str, Any], **options: Any) -> list[StageCompute]:
+    """Two peers of one stage that know each other."""
+    dhts = await asyncio.to_thread(make_dhts, 2)
+    for number, dht in enumerate(dhts):
+        await peers.add(dht, 1, make_modules()[1], training, number, **options)
+    await asyncio.gather(*(stage.join() for stage in peers.stages))
+    trackers = [stage.optimizer.tracker for stage in peers.stages]
+    await asyncio.to_thread(wait_until, lambda: all(t.expected_group_size == 2 for t in trackers), "they are two")
+    return peers.stages
+
+
+async def push(stage: StageCompute, number: int) -> None:
+    """A microbatch through a stage and back."""
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(number))
+    y, _ = await stage.forward(microbatch(number), (x, {}))
+    await stage.backward(microbatch(number), [y / y.numel()])
+
+
+async def test_asynchronous_stage_computes_while_it_averages(make_dhts):
+    async with Peers() as peers:
+        first, second = await add_two(peers, make_dhts, {"optimizer": ADAMW, "synchronous": False})
+        start = [parameter.detach().clone() for parameter in first.module.parameters()]
+        for step in range(3):
+            await push(first, 4 * step)
+            assert await first.make_step() == step + 1
+            # The other one is not there yet. What comes now is of the next step.
+            await push(first, 4 * step + 1)
+            await push(second, 4 * step + 2)
+            assert await second.make_step() == step + 1
+            for stage in peers.stages:
+                await asyncio.to_thread(stage.optimizer.state_averager.wait_for_jobs, 60)
+                weights = stage.optimizer.grad_averager.last_round.weights
+                assert sum(weights) == SAMPLES * (2 if step == 0 else 3)
+        for stage in peers.stages:
+            await push(stage, 99)  # before it, the step is applied
+        assert all(map(torch.equal, *(stage.module.parameters() for stage in peers.stages)))
+        assert not any(map(torch.equal, start, first.module.parameters()))
+
+
+async def test_stage_that_exchanges_only_now_and_then(make_dhts):
+    """With DiLoCo, each peer makes inner steps of its own from several microbatches."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    training = {"optimizer": sgd, "inner_batch_size": 2 * SAMPLES, "compression": NoCompression()}
+    training["outer_optimizer"] = functools.partial(torch.optim.SGD, lr=1.0)
+    async with Peers() as peers:
+        stages = await add_two(peers, make_dhts, training, inner_batch_size=2 * SAMPLES)
+        for index, stage in enumerate(stages):
+            for number in range(4):
+                await push(stage, 10 * index + number)
+            assert stage.optimizer.inner_steps == 2
+        assert await asyncio.gather(*(stage.make_step() for stage in stages)) == [1, 1]
+    alone = [make_modules()[1] for _ in range(2)]
+    for index, module in enumerate(alone):
+        optimizer = sgd(module.parameters())
+        for number in range(4):
+            x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(10 * index + number))
+            with seeded(10 * index + number, 1, chosen_device()):
+                y = module(x.to(chosen_device()), {})[0]
+            (y.square().sum() / y.numel() / 2 / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    for found in stages:
+        for parameter, *own in zip(found.module.parameters(), *(m.parameters() for m in alone), strict=True):
+            torch.testing.assert_close(parameter, sum(own) / 2, rtol=1e-5, atol=1e-6)
+
+
+async def test_newcomer_takes_over_the_newest_state(make_dhts):
+    dhts = await asyncio.to_thread(make_dhts, 2)
+    async with Peers() as peers:
+        first = await peers.add(dhts[0], 1, make_modules()[1], {"optimizer": ADAMW})
+        await first.join()
+        for step in range(3):
+            await push(first, step)
+            await first.make_step()
+        second = await peers.add(dhts[1], 1, Block().to(chosen_device()), {"optimizer": ADAMW}, 1)
+        await second.join()
+        assert second.epoch == 3
+    assert difference([second.module], [first.module]) == 0.0
+
+
+async def test_a_peer_leaves_while_it_waits_for_others(make_dhts):
+    async with Peers() as peers:
+        first, second = await add_two(peers, make_dhts, {"optimizer": ADAMW})
+        await push(first, 0)
+        step = asyncio.ensure_future(first.make_step())
+        await second.until_over()
+        computing = asyncio.ensure_future(push(first, 1))
+        await asyncio.sleep(0.01)
+        assert not computing.done(), "nothing is computed while a step is made"
+        await asyncio.wait_for(first.close(), 30)
+        await asyncio.gather(step, computing, return_exceptions=True)
+        assert isinstance(computing.exception(), ReactorError)
+        assert await second.make_step() == 1
+
+
+# --- other modules ----------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """With named inputs, one of which is no activation, and an argument that is the same in all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"gate": gate, "x": self.dropout(self.linear(x)) * gate * scale}
+
+
+@on_cpu_only  # the fake device has neither the types nor a compiler
+@pytest.mark.parametrize("keep_graphs", [2**20, 0], ids=["kept", "repeated"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "bfloat16", "frozen", pytest.param("compiled", marks=pytest.mark.leaves_something)]
+)  # torch's compiler starts a thread that stays
+async def test_kinds_of_modules(make_dhts, kind, keep_graphs):
+    """Gradients are those of autograd, however inputs come, and whatever the module is."""
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), Gated().to(chosen_device())
+    module.requires_grad_(kind != "frozen")
+    used = torch.compile(module, backend="aot_eager") if kind == "compiled" else module
+    autocast = torch.bfloat16 if kind == "bfloat16" else None
+    inputs = {"x": torch.randn(SAMPLES, WIDTH).requires_grad_(), "gate": torch.rand(SAMPLES, WIDTH)}
+    extras, task, ones = {"scale": torch.tensor(2.0)}, microbatch(7), torch.ones(SAMPLES, WIDTH)
+    async with Peers() as peers:
+        training = {"optimizer": SGD}
+        stage = await peers.add(dht, 2, used, training, keep_graphs=keep_graphs, autocast=autocast)
+        outputs = await stage.forward(task, inputs, extras)
+        assert outputs["x"].requires_grad
+        assert outputs["x"].grad_fn is None
+        found = await stage.backward(task, [None, ones])
+        counted = None if stage.optimizer is None else stage.optimizer.grad_averager.accumulator
+        sums = [] if counted is None else [each.clone() for each in counted.buffers]
+    leaf = inputs["x"].detach().clone().requires_grad_()
+    with seeded(7, 2, chosen_device()), torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+        expected = module(leaf, inputs["gate"], **extras)["x"]
+    expected.backward(ones.to(expected.dtype))
+    torch.testing.assert_close(outputs["x"].detach(), expected.detach())
+    torch.testing.assert_close(found, [leaf.grad, None])
+    for total, parameter in zip(sums, module.parameters(), strict=kind != "frozen"):
+        torch.testing.assert_close(total, parameter.grad)

@@ -405,11 +405,13 @@ class Optimizer(JointOptimizer):
         scaler: GradScaler | None,
         closure: Callable[[], Any] | None,
         is_behind: Callable[[], bool],
+        may_change_model: bool = True,
     ) -> tuple[Any, bool]:
         """Everything in a step up to the question whether the epoch is over.
 
         Args:
             is_behind: whether this peer is behind the others, so that the batch must not count.
+            may_change_model: as for :meth:`take_batch`.
 
         Returns:
             The result of the closure, and whether the batch is used.
@@ -419,7 +421,8 @@ class Optimizer(JointOptimizer):
             return None, False
         self._comparison.before_batch()
         # Between two batches: only here the results of background work may change the model.
-        self.state_averager.step(apply_delayed_updates=True)
+        if may_change_model:
+            self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -447,7 +450,7 @@ class Optimizer(JointOptimizer):
 
     # --- for programs that know by themselves when an epoch is over ---------------------------------------------------
 
-    def take_batch(self, batch_size: int) -> bool:
+    def take_batch(self, batch_size: int, *, may_change_model: bool = True) -> bool:
         """Add the gradients of a batch, and leave the end of the epoch to :meth:`end_epoch`.
 
         A program that knows by itself when an epoch is over calls these two instead of :meth:`step`, with a ``rule``
@@ -456,13 +459,14 @@ class Optimizer(JointOptimizer):
 
         Args:
             batch_size: number of samples in the batch, over which the loss is the mean.
+            may_change_model: put results of work in the background into the model; otherwise a later call does it.
 
         Returns:
             Whether the batch is used. It is not if it has no gradients, or if this peer is behind the others: then
             :meth:`catch_up` is needed.
         """
         self._begin_step(None, batch_size, None)
-        return self._take_batch(batch_size, None, None, self._should_load_state_from_peers)[1]
+        return self._take_batch(batch_size, None, None, self._should_load_state_from_peers, may_change_model)[1]
 
     def end_epoch(self) -> bool:
         """Make the global step with all peers now, however many samples there are.

@@ -29,7 +29,7 @@ from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.reactor import AwaitableFuture, in_thread
 from shoal.base.tasks import await_cancelled
-from shoal.errors import MicrobatchError, NotFiniteError
+from shoal.errors import MicrobatchError, NotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.serving.task_pool import JobPool
@@ -42,11 +42,14 @@ T = TypeVar("T")
 BACKWARD, FORWARD = 0.0, 1.0
 # Shapes of microbatches whose graphs have been measured. Chosen: batches of texts have many lengths.
 MOST_SHAPES = 256
+# How many values of each output are compared when a forward pass is repeated, and by how much of the largest one they
+# may differ. Chosen: other random numbers change nearly all of them by more.
+VALUES_COMPARED, ROUNDING = 64, 0.05
 # Between two attempts to make a step, in seconds. Chosen: short beside a search for a group.
 PAUSE_SECONDS = 0.05
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """A microbatch, as far as arithmetic is concerned."""
 
     driver: bytes
@@ -62,6 +65,9 @@ class Task(NamedTuple):
     @property
     def key(self) -> tuple[bytes, int]:
         return self.driver, self.sequence
+
+
+Task = StageTask
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -90,13 +96,9 @@ def _generators_of(device: torch.device) -> list[Any]:
 
 
 @contextlib.contextmanager
-def seeded(seed: int, stage: int, device: torch.device) -> Iterator[Callable[[], bytes]]:
+def seeded(seed: int, stage: int, device: torch.device) -> Iterator[None]:
     """Context in which torch draws the random numbers of a microbatch in a stage, the same in all peers. Afterwards the
-    generators are as before.
-
-    Yields:
-        A function that returns a digest of where the generators are. It is the same after the same draws.
-    """
+    generators are as before."""
     seed = int.from_bytes(hashlib.blake2b(f"{seed} {stage}".encode(), digest_size=8).digest(), "big") >> 1
     generators = _generators_of(device)
     with _generators_in_use:
@@ -104,7 +106,7 @@ def seeded(seed: int, stage: int, device: torch.device) -> Iterator[Callable[[],
         for each in generators:
             each.manual_seed(seed)
         try:
-            yield lambda: hashlib.sha256(b"".join(g.get_state().numpy().tobytes() for g in generators)).digest()
+            yield
         finally:
             for each, state in zip(generators, before, strict=True):
                 each.set_state(state)
@@ -131,13 +133,13 @@ class _Kept:
 
     inputs: Any = None
     extras: Any = None
-    random: bytes = b""
-    """Where the random generators were after the forward pass."""
+    parameters: object = None
+    """Tells the parameters of the forward pass from others."""
+    values: Sequence[torch.Tensor] = ()
+    """Some of the outputs, to compare them when the forward pass is repeated."""
     outputs: list[torch.Tensor] | None = None
     """With their graph; ``None``: it is computed again."""
     graph_bytes: int = 0
-    parameters: object = None
-    """Tells the parameters of the graph from others."""
 
     def drop_graph(self) -> None:
         self.outputs, self.graph_bytes = None, 0
@@ -178,6 +180,17 @@ def _arguments(inputs: Any, labels: Any) -> tuple[tuple[Any, ...], dict[str, Any
         return (), inputs if labels is None else {**inputs, "labels": labels}
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     return args if labels is None else (*args, labels), {}
+
+
+def _some_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    flat = [each.detach().reshape(-1) for each in tensors if each.is_floating_point()]
+    return [each[:: max(1, len(each) // VALUES_COMPARED)].to(torch.float32, copy=True) for each in flat]
+
+
+def _differ(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether values differ by more than rounding."""
+    pairs = zip(values, others, strict=True)
+    return not all(bool((a - b).abs().max() <= ROUNDING * a.abs().max()) for a, b in pairs if len(a))
 
 
 def _gradients_of(inputs: Any) -> list[torch.Tensor | None]:
@@ -255,7 +268,7 @@ class StageCompute:
 
     @property
     def epoch(self) -> int:
-        """The step whose parameters this peer has. A stage that is not trained is at that of its latest microbatch."""
+        """The step whose parameters this peer has."""
         return self._epoch if self.optimizer is None else self.optimizer.local_epoch
 
     @property
@@ -265,7 +278,7 @@ class StageCompute:
 
     # --- microbatches -------------------------------------------------------------------------------------------------
 
-    async def forward(self, task: Task, inputs: Any, extras: dict[str, Any] | None = None) -> Any:
+    async def forward(self, task: StageTask, inputs: Any, extras: dict[str, Any] | None = None) -> Any:
         """The outputs of a microbatch, detached. Those that need a gradient have ``requires_grad`` set.
 
         Args:
@@ -286,7 +299,7 @@ class StageCompute:
             raise
 
     async def losses(
-        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any] | None = None
+        self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """In the last stage: forward, loss and backward.
 
@@ -302,7 +315,7 @@ class StageCompute:
         """
         return await self._compute(FORWARD, self._losses, task, inputs, labels, extras or {})
 
-    async def backward(self, task: Task, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    async def backward(self, task: StageTask, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of a microbatch, which is forgotten afterwards; those of parameters are counted.
 
         Args:
@@ -323,70 +336,69 @@ class StageCompute:
         finally:
             self.forget(task)
 
-    def forget(self, task: Task) -> None:
+    def forget(self, task: StageTask) -> None:
         """Drop what is kept of a microbatch."""
         self._kept.pop(task.key, None)
 
     # --- in the computing thread --------------------------------------------------------------------------------------
 
-    def _forward(self, task: Task, kept: _Kept, inputs: Any, extras: dict[str, Any]) -> Any:
-        if self.optimizer is None:
-            self._epoch = max(self._epoch, task.step)
+    def _forward(self, task: StageTask, kept: _Kept, inputs: Any, extras: dict[str, Any]) -> Any:
         inputs, extras = self._arrive(inputs), self._to_device(extras)
         if not task.trains:
             with _evaluating(self.module):
-                return self._detached(self._call(task, inputs, extras)[0])
-        kept.inputs, kept.extras = inputs, extras
+                return self._detached(self._call(task, inputs, extras))
+        kept.inputs, kept.extras, kept.parameters = inputs, extras, self._parameters_now()
         tensors = form_of([inputs, extras])[1]
         shapes = tuple((each.dtype, each.shape) for each in tensors)
         expected = self._measured.get(shapes) if self.keep_graphs > 0 else math.inf
         if expected is not None and self.kept_bytes + expected > self.keep_graphs:
             with torch.no_grad():
-                outputs, kept.random = self._call(task, inputs, extras)
+                outputs = self._call(task, inputs, extras)
+            kept.values = _some_values(form_of(outputs)[1])
             return self._detached(outputs)
         saved = _SavedTensors([*self.module.parameters(), *self.module.buffers(), *tensors])
         with torch.enable_grad(), saved.measuring() if expected is None else contextlib.nullcontext():
-            outputs, kept.random = self._call(task, inputs, extras)
+            outputs = self._call(task, inputs, extras)
+        kept.values = _some_values(form_of(outputs)[1])
         expected = self._measured[shapes] = saved.nbytes if expected is None else int(expected)
         if self.kept_bytes + expected <= self.keep_graphs:
-            kept.outputs, kept.graph_bytes, kept.parameters = form_of(outputs)[1], expected, self._parameters_now()
+            kept.outputs, kept.graph_bytes = form_of(outputs)[1], expected
         return self._detached(outputs)
 
     def _backward(
-        self, task: Task, kept: _Kept, output_grads: Sequence[torch.Tensor | None]
+        self, task: StageTask, kept: _Kept, output_grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        if kept.outputs is not None and kept.parameters == self._parameters_now():
+        are_same = kept.parameters == self._parameters_now()
+        if kept.outputs is not None and are_same:
             self._go_back(task, kept.outputs, output_grads)
         else:
             kept.drop_graph()
             with self._keeping_buffers(), torch.enable_grad():
-                outputs, random = self._call(task, kept.inputs, kept.extras)
-                if random != kept.random:
+                outputs = form_of(self._call(task, kept.inputs, kept.extras))[1]
+                if are_same and _differ(kept.values, _some_values(outputs)):
                     raise MicrobatchError(
-                        f"the forward pass of microbatch {task.sequence} cannot be repeated: it draws other random "
-                        "numbers. Either another thread of this process draws from torch's generator: give it a "
-                        "torch.Generator of its own. Or the module draws differently without gradients: give the stage "
-                        "a larger keep_graphs"
+                        f"the forward pass of microbatch {task.sequence} has other outputs when it is repeated. Either "
+                        "another thread of this process draws from torch's random generator: give it a torch.Generator "
+                        "of its own. Or the module has other random numbers: give the stage a larger keep_graphs"
                     )
-                self._go_back(task, form_of(outputs)[1], output_grads)
+                self._go_back(task, outputs, output_grads)
+        kept.drop_graph()
         self._count(task)
         return _gradients_of(kept.inputs)
 
     def _losses(
-        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any]
+        self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        if self.optimizer is None:
-            self._epoch = max(self._epoch, task.step)
         inputs, labels, extras = self._arrive(inputs), self._to_device(labels), self._to_device(extras)
         with torch.enable_grad() if task.trains else _evaluating(self.module):
-            losses = self._call(task, inputs, extras, labels)[0]
+            losses = self._call(task, inputs, extras, labels)
         if not isinstance(losses, torch.Tensor) or losses.shape != (task.samples,):
             got = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(
                 f"the last stage must return one loss for each of the {task.samples} samples, got {got}: use "
                 "reduction='none', and the mean over all other dimensions"
             )
-        losses = losses.float()
+        losses = losses if losses.dtype.itemsize >= 4 else losses.float()
         if not task.trains:
             return losses, [None] * len(form_of(inputs)[1])
         if not all_finite(losses.detach()):
@@ -397,7 +409,9 @@ class StageCompute:
         self._count(task)
         return losses.detach(), _gradients_of(inputs)
 
-    def _go_back(self, task: Task, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]) -> None:
+    def _go_back(
+        self, task: StageTask, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Backward pass from the outputs.
 
         Raises:
@@ -421,7 +435,7 @@ class StageCompute:
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
-    def _count(self, task: Task) -> None:
+    def _count(self, task: StageTask) -> None:
         """Count the gradients of a microbatch.
 
         Raises:
@@ -439,13 +453,20 @@ class StageCompute:
                 if samples < (self._inner_batch_size or 0):
                     return
                 self._take_inner_mean(self._inner)
-            if not optimizer.take_batch(samples):
+            if not self._take(optimizer, samples):
                 raise MicrobatchError(
                     f"stage {self.number} cannot count microbatch {task.sequence} here: this peer is behind the others "
                     "of its stage, or no parameter has a gradient"
                 )
         finally:
             self._forget_gradients()
+
+    def _take(self, optimizer: StageOptimizer, samples: int) -> bool:
+        if isinstance(optimizer, DiLoCo):
+            return optimizer.take_batch(samples)
+        # Averages of parameters would make all graphs useless, and hardly change anything.
+        has_graphs = any(kept.outputs is not None for kept in [*self._kept.values()])
+        return optimizer.take_batch(samples, may_change_model=not has_graphs or optimizer.options.mode.delays_step)
 
     def _take_inner_mean(self, inner: GradientAccumulator) -> None:
         """Let an inner step be made with all that has been accumulated for it."""
@@ -460,13 +481,12 @@ class StageCompute:
         for parameter in self._trained:
             parameter.grad = None
 
-    def _call(self, task: Task, inputs: Any, extras: dict[str, Any], labels: Any = None) -> tuple[Any, bytes]:
-        """Call the module; returns its result, and where the random generators were afterwards."""
+    def _call(self, task: StageTask, inputs: Any, extras: dict[str, Any], labels: Any = None) -> Any:
         args, kwargs = _arguments(inputs, labels)
         kind = self.device.type
         precision = torch.autocast(kind, self._autocast) if self._autocast is not None else contextlib.nullcontext()
-        with seeded(task.seed, self.number, self.device) as random, precision:
-            return self.module(*args, **kwargs, **extras), random()
+        with seeded(task.seed, self.number, self.device), precision:
+            return self.module(*args, **kwargs, **extras)
 
     def _arrive(self, inputs: Any) -> Any:
         """Inputs as leaves of a new graph, on the device."""
@@ -511,6 +531,8 @@ class StageCompute:
         """Run work in the computing thread, unless a step is being made: then afterwards."""
         while not self._may_compute.is_set():
             await self._may_compute.wait()
+        if self._closing.is_set():
+            raise ReactorError(f"this peer has left stage {self.number}")
         future = self._jobs.submit(work, *args, priority=priority)
         self._running.add(future)
         self._idle.clear()
@@ -625,3 +647,5 @@ class StageCompute:
         self._kept.clear()
         if self.optimizer is not None:
             await self._in_thread(self.optimizer.shutdown)
+        async with self._stepping:  # this has ended the step that was being made
+            pass

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # How often a microbatch is sent again before it is dropped. Chosen: more often, it is the microbatch that is at fault.
 MAX_RESENT = 3
+# The longest that a driver waits for the others' progress, in seconds (chosen: a long round trip, and a busy machine).
+SECONDS_TO_ASK = 1.0
 
 
 class DriverProgress(NamedTuple):
@@ -54,6 +56,9 @@ class Drivers(Protocol):
 
     def others(self) -> Sequence[DriverProgress]:
         """The latest of each other driver that is there."""
+
+    async def ask(self) -> None:
+        """Exchange the latest with all of them now."""
 
 
 class TrackedDrivers:
@@ -78,6 +83,10 @@ class TrackedDrivers:
         if progress.step != self._step:  # others wait for this
             self._step = progress.step
             self._tracker.look_after_others()
+
+    async def ask(self) -> None:
+        if self._tracker.exchange is not None:
+            await self._tracker.exchange.ask_all(SECONDS_TO_ASK)
 
     def others(self) -> list[DriverProgress]:
         board, now = self._tracker.board, get_dht_time()
@@ -153,13 +162,22 @@ class Steps:
     async def begin(self, samples: int) -> int:
         """Begin a microbatch, as soon as there is room in a step; returns the step. Call :meth:`end` afterwards."""
         async with self._turn:
-            while not self._has_begun or (self._is_synchronous and self._is_full(self._drivers.others())):
+            while not await self._has_room(samples):
                 own, others = self._changes.next, self._drivers.changes.next
                 await first_completed(own.wait(), others.wait())
             self._open += 1
             if self._is_synchronous:
                 self._count(samples)
             return self.step
+
+    async def _has_room(self, samples: int) -> bool:
+        """Whether a microbatch may begin. Beyond its fair share of a step, a driver asks the others before each one."""
+        others = self._drivers.others()
+        if self._has_begun and self._is_synchronous and others and not self._is_full(others):
+            fair = self._target / (1 + len(others))
+            if self._samples + samples > fair:
+                await self._drivers.ask()
+        return self._has_begun and not (self._is_synchronous and self._is_full(self._drivers.others()))
 
     def end(self, samples: int, *, has_come_back: bool) -> None:
         """A microbatch has come back, or is given up."""

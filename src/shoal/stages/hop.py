@@ -376,8 +376,8 @@ class Passage:
                 error = e
             finally:
                 self._note_end(peer, self._now() - began, has_failed=error is not None)
-            if failures >= MAX_FAILURES:
-                text = f"{failures} peers of stage {hop.stage} cannot compute it, the last one says: {error}"
+            if isinstance(error, StageFailure) and (failures >= MAX_FAILURES or self._is_only(peer)):
+                text = f"stage {hop.stage} cannot compute it (peers asked: {failures}), the last one says: {error}"
                 raise StageFailure(Cause.LOST, text)
             # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
             is_broken = isinstance(error, StreamClosedError) and self._is_admitted
@@ -400,6 +400,10 @@ class Passage:
         if not self._is_noted:
             self._is_noted = True
             self._hop.measured.note_done(peer, self._now() - self._sent_at, get_dht_time())
+
+    def _is_only(self, peer: PeerID) -> bool:
+        """Whether there is no other peer that could try."""
+        return not any(each != peer and each not in self._rests for each in self._hop.peers.peers_of(self._hop.stage))
 
     def _repair(self, peer: PeerID, error: Exception, *, is_gone: bool) -> None:
         """A call has failed. A peer that is gone is not asked again for a while."""

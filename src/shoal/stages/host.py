@@ -185,6 +185,7 @@ class Host:
         self.is_leaving = False
         """It finishes what it has, and accepts nothing new."""
         self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
+        self._is_closed = False
         self._ways: dict[Identity, Way] = {}
         self._closed = -1
         self._pace = Pace()
@@ -216,16 +217,19 @@ class Host:
         """Begin to follow the steps of the other holders."""
         self._tasks.spawn(self._follow())
 
-    async def close(self) -> None:
-        """End everything."""
-        await self._tasks.close()
-
-    async def drain(self) -> None:
-        """Accept nothing new, and wait until nothing is under way."""
+    async def drain(self, seconds: float) -> None:
+        """Accept nothing new, and wait until nothing is under way, but no longer than this."""
         self.is_leaving = True
-        while len(self.works):
-            await wait_at_most(self.changes.next, self._patience.request_timeout)
-            self._expire()
+        until = self._now() + seconds
+        while len(self.works) and self._now() < until:
+            await wait_at_most(self.changes.next, until - self._now())
+
+    async def close(self) -> None:
+        """End everything. Callers that still wait are told, and choose another peer."""
+        self.is_leaving = self._is_closed = True
+        await self._tasks.close()
+        for way in self._ways.values():
+            way.changes.note()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -292,6 +296,8 @@ class Host:
         told = News(route=[])
         while way.outcome is None:
             change, news = way.changes.next, way.news
+            if self._is_closed:
+                raise BusyError("this peer leaves")
             if news == told:
                 await change.wait()
             else:
@@ -497,8 +503,9 @@ class StageService(ServicerBase):
         """Let others call."""
         await self.add_p2p_handlers(self.p2p, namespace=self.run_id)
 
-    async def close(self) -> None:
-        """End all stages."""
+    async def close(self, seconds: float) -> None:
+        """Leave all stages. What is under way has so long to end."""
+        await asyncio.gather(*(host.drain(seconds) for host in self.hosts.values()))
         await self.remove_p2p_handlers(self.p2p, namespace=self.run_id)
         await self._tasks.close()
         for host in self.hosts.values():

@@ -251,10 +251,9 @@ class StagedModel(Facade):
 
     @property
     def local_epoch(self) -> int:
-        """The step that this peer is at: as a driver that of its next microbatch, otherwise that of its stages."""
-        if self._driver is not None:
-            return self._driver.steps.step
-        return min((host.epoch for host in self._network.service.hosts.values()), default=0)
+        """The step that this peer is at, with its stages and as a driver."""
+        steps = [host.epoch for host in self._network.service.hosts.values()]
+        return min([*steps, *([] if self._driver is None else [self._driver.steps.step])], default=0)
 
     @at_the_door
     def serve(self) -> None:
@@ -396,7 +395,7 @@ class _Network:
         if self._drivers is not None:
             self._drivers.close()
         await self.directory.stop()
-        await self.service.close()
+        await self.service.close(self.options.patience.request_timeout)
         for compute in self._computes:
             await compute.close()
 
