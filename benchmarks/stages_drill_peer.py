@@ -6,6 +6,7 @@ The model is the demo's, with three blocks instead of two, cut into three stages
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 import time
@@ -68,11 +69,15 @@ def held_out(drivers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(each[:, :-1], each[:, 1:]) for each in windows.split(64)]
 
 
-def train_alone(steps: int, drivers: int, rows: int, step: int, seed: int) -> float:
-    """Train all stages in this process, with the microbatches of all drivers in turns; returns the loss held out."""
+def train_alone(steps: int, drivers: int, rows: int, step: int, seed: int, skipped: int = 0) -> float:
+    """Train all stages in this process, with the microbatches of all drivers in turns, but for the first ones of each.
+
+    Returns:
+        The loss on text held out.
+    """
     stages = [Stage(number, seed) for number in range(STAGES)]
     optimizers = [torch.optim.AdamW(stage.parameters(), lr=LEARNING_RATE) for stage in stages]
-    sources = [microbatches(driver, drivers, rows) for driver in range(drivers)]
+    sources = [itertools.islice(microbatches(each, drivers, rows), skipped, None) for each in range(drivers)]
 
     def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for stage in stages[:-1]:
