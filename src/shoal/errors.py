@@ -32,7 +32,7 @@
     ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
     ├── MicrobatchError         a microbatch cannot be computed in a stage, or must not count
-    │   └── NotFiniteError      a loss or a gradient of it is not finite
+    │   └── MicrobatchNotFiniteError  a loss or a gradient of it is not finite
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot continue, or a machine in it is down
 
@@ -226,7 +226,7 @@ class MicrobatchError(ShoalError, ValueError):
     """A microbatch cannot be computed in a stage, or must not count; the text says why."""
 
 
-class NotFiniteError(MicrobatchError):
+class MicrobatchNotFiniteError(MicrobatchError):
     """A loss or a gradient of a microbatch is not finite: it must not count anywhere."""
 
 

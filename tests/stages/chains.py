@@ -16,7 +16,7 @@ from shoal.stages.compute import Task
 from shoal.stages.directory import StageRecord
 from shoal.stages.driver import Driver, DriverProgress, Steps
 from shoal.stages.hop import Changes, Hop, Patience
-from shoal.stages.host import Host, StageService
+from shoal.stages.host import StageHost, StageService
 from shoal.stages.work import Works
 from shoal.testing import Host as Machine
 from shoal.testing import Link, Network
@@ -126,7 +126,7 @@ class Chain:
         self.network = Network(link or Link(delay=0.01))
         self.stages, self.target, self.max_staleness = stages, target, max_staleness
         self.records: dict[int, dict[PeerID, StageRecord]] = {stage: {} for stage in range(stages)}
-        self.hosts: list[tuple[Machine, Host, FakeCompute]] = []
+        self.hosts: list[tuple[Machine, StageHost, FakeCompute]] = []
         self.drivers: list[tuple[Machine, Driver]] = []
         self.p2ps: list[P2P] = []
         self.board = Board()
@@ -160,7 +160,7 @@ class Chain:
             compute.epoch = epoch
             next_hop = None if stage + 1 == self.stages else self._hop(stage + 1, p2p, service)
             works = Works(places, 2**30, PATIENCE.microbatch_timeout)
-            host = Host(stage, compute, works, next_hop, PATIENCE, max_staleness=self.max_staleness)
+            host = StageHost(stage, compute, works, next_hop, PATIENCE, max_staleness=self.max_staleness)
             service.hosts[stage] = host
             self.hosts.append((machine, host, compute))
             self.records[stage][p2p.peer_id] = host.record()

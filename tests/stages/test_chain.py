@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.stages.hop import Cause, StageFailure
+from shoal.stages.hop import FailureCause, StageFailure
 from shoal.testing import Link, run
 from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain, FakeCompute
 
@@ -302,4 +302,4 @@ def test_evaluation_counts_nothing() -> None:
 
 
 def test_failures_name_their_cause() -> None:
-    assert StageFailure(Cause.LATE, "stage 2 is at step 7", 7).epoch == 7
+    assert StageFailure(FailureCause.LATE, "stage 2 is at step 7", 7).epoch == 7

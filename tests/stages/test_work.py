@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.stages.work import UNDER_WAY, Code, Door, Identity, Phase, Work, Works
+from shoal.stages.work import UNDER_WAY, Acceptance, Door, MicrobatchID, Phase, Work, Works
 
 pytestmark = pytest.mark.once
 
 PLACES, MAX_BYTES, PATIENCE = 3, 1000, 10.0
-IDENTITIES = [Identity(b"driver", number) for number in range(5)]
+IDENTITIES = [MicrobatchID(b"driver", number) for number in range(5)]
 DOOR = Door(epoch=1)
 
 
@@ -29,20 +29,20 @@ class AnyOrder(RuleBasedStateMachine):
         self.works = Works(PLACES, MAX_BYTES, PATIENCE)
         self.now = 0.0
         self.callers: Counter[int] = Counter()
-        self.begun: Counter[Identity] = Counter()
-        self.counted: Counter[Identity] = Counter()
+        self.begun: Counter[MicrobatchID] = Counter()
+        self.counted: Counter[MicrobatchID] = Counter()
 
     @rule(target=calls, identity=st.sampled_from(IDENTITIES), trains=st.booleans())
-    def ask(self, identity: Identity, trains: bool) -> Any:
+    def ask(self, identity: MicrobatchID, trains: bool) -> Any:
         room, known = self.works.room, {work.identity: work for work in self.works}
         code, work = self.works.ask(identity, 1, trains, DOOR)
         if work is None:
-            assert code in (Code.BUSY, Code.GONE)
-            assert code is not Code.BUSY or not room
-            assert code is not Code.GONE or self.counted[identity]
+            assert code in (Acceptance.BUSY, Acceptance.GONE)
+            assert code is not Acceptance.BUSY or not room
+            assert code is not Acceptance.GONE or self.counted[identity]
             return [None]
-        assert (code is Code.ACCEPTED) == (work.phase is Phase.RESERVED)
-        if code is Code.KNOWN or known.get(identity) is work:
+        assert (code is Acceptance.ACCEPTED) == (work.phase is Phase.RESERVED)
+        if code is Acceptance.KNOWN or known.get(identity) is work:
             assert known[identity] is work
         self.callers[id(work)] += 1
         return [work]
@@ -118,7 +118,7 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
     ],
 )
 def test_door(door: Door, late: list[int], accepted: list[int], behind: list[int]) -> None:
-    for code, steps in ((Code.LATE, late), (Code.ACCEPTED, accepted), (Code.BEHIND, behind)):
+    for code, steps in ((Acceptance.LATE, late), (Acceptance.ACCEPTED, accepted), (Acceptance.BEHIND, behind)):
         assert {door.verdict(step) for step in steps} == {code}
 
 
@@ -127,13 +127,13 @@ def test_full_peer_is_busy_until_there_is_room() -> None:
     (_, first), (_, second) = (works.ask(each, 1, True, DOOR) for each in IDENTITIES[:2])
     assert first is not None
     assert second is not None
-    assert works.ask(IDENTITIES[2], 1, True, DOOR) == (Code.BUSY, None)
+    assert works.ask(IDENTITIES[2], 1, True, DOOR) == (Acceptance.BUSY, None)
     assert works.receive(first, 90)
     works.advance(first, Phase.DONE, 90)
-    assert works.ask(IDENTITIES[2], 1, True, DOOR) == (Code.BUSY, None), "no memory for another one as large"
+    assert works.ask(IDENTITIES[2], 1, True, DOOR) == (Acceptance.BUSY, None), "no memory for another one as large"
     works.advance(first, Phase.DONE, 0)
     works.advance(second, Phase.FAILED, 0)
-    assert works.ask(IDENTITIES[2], 1, True, DOOR)[0] is Code.ACCEPTED
+    assert works.ask(IDENTITIES[2], 1, True, DOOR)[0] is Acceptance.ACCEPTED
 
 
 def test_what_has_counted_does_not_count_again() -> None:
@@ -144,4 +144,4 @@ def test_what_has_counted_does_not_count_again() -> None:
     works.advance(work, Phase.BACKWARD)
     assert works.leave(work, 0.0, is_served=True)
     works.remove(work)
-    assert works.ask(IDENTITIES[0], 1, True, DOOR) == (Code.GONE, None)
+    assert works.ask(IDENTITIES[0], 1, True, DOOR) == (Acceptance.GONE, None)

@@ -27,7 +27,7 @@ from shoal.base.logs import Seldom
 from shoal.base.tasks import BackgroundTasks, first_completed
 from shoal.metrics import Metrics
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.stages.hop import Cargo, Cause, Changes, Hop, Request, StageFailure, tensors_of
+from shoal.stages.hop import Cargo, Changes, FailureCause, Hop, Request, StageFailure, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -282,9 +282,9 @@ class Driver:
                     losses, grads = await passage.through(cargo)
             except StageFailure as e:
                 error = e
-                if e.cause is Cause.LATE:
+                if e.cause is FailureCause.LATE:
                     raise
-                if e.cause is Cause.NOT_FINITE:
+                if e.cause is FailureCause.NOT_FINITE:
                     break
                 self._metrics.microbatches_resent["lost"] += 1
                 logger.debug("microbatch %d is sent again: %s", self._sequence, e)
@@ -292,7 +292,7 @@ class Driver:
             if losses.shape[:1] == (samples,) and bool(torch.isfinite(losses).all()):
                 self._metrics.microbatches_done += 1
                 return Brought(losses, grads)
-            error = StageFailure(Cause.NOT_FINITE, f"not {samples} finite losses")
+            error = StageFailure(FailureCause.NOT_FINITE, f"not {samples} finite losses")
             break
         reason = error.cause.name.lower().replace("_", " ")
         self._metrics.microbatches_dropped[reason] += 1

@@ -6,7 +6,7 @@ One call leads through the next stage and all that follow it, because the peer t
     callee ► caller   Admission
     caller ► callee   tensors                              unless the callee has them already
     callee ► caller   News, any number                     which peers are ahead, and whether they wait for a step
-    callee ► caller   Outcome, and the gradient of the tensors
+    callee ► caller   StageOutcome, and the gradient of the tensors
     caller ► callee   end                                  everything that follows from the gradient is passed on
 
 A peer that fails is replaced on the spot. The caller keeps what it has sent until the gradient is here. If a connection
@@ -49,7 +49,7 @@ from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
 from shoal.stages.choice import Measurements, choose
 from shoal.stages.directory import MAX_STAGES, StageRecord
-from shoal.stages.work import Code
+from shoal.stages.work import Acceptance
 
 logger = logging.getLogger(__name__)
 
@@ -87,19 +87,19 @@ class Request(Header):
     """Peers of the stages after this one that may know the microbatch."""
 
 
-class Reply(Header, tag=0):
+class StageReply(Header, tag=0):
     """What the callee says: one of the classes below."""
 
 
-class Admission(Reply, tag=1):
+class Admission(StageReply, tag=1):
     """The answer to a request."""
 
-    code: Code
+    code: Acceptance
     epoch: Count
     """The step whose parameters the callee has."""
 
 
-class News(Reply, tag=2):
+class News(StageReply, tag=2):
     """Something has changed on the way ahead."""
 
     route: Route
@@ -110,7 +110,7 @@ class News(Reply, tag=2):
     """The callee has computed it, and the stages after it have not."""
 
 
-class Cause(IntEnum):
+class FailureCause(IntEnum):
     """Why a microbatch has not come through."""
 
     NONE = 0
@@ -124,10 +124,10 @@ class Cause(IntEnum):
     """The callee cannot compute it; another peer of its stage may."""
 
 
-class Outcome(Reply, tag=3):
+class StageOutcome(StageReply, tag=3):
     """The microbatch has come through, or why not. In the first case, its losses and the gradient follow."""
 
-    cause: Cause = Cause.NONE
+    cause: FailureCause = FailureCause.NONE
     text: Text = ""
     epoch: Count = 0
 
@@ -140,7 +140,7 @@ class StageFailure(ShoalError):
         epoch: the step that the stage is at, if it is ``LATE``.
     """
 
-    def __init__(self, cause: Cause, text: str, epoch: int = 0) -> None:
+    def __init__(self, cause: FailureCause, text: str, epoch: int = 0) -> None:
         super().__init__(text)
         self.cause, self.epoch = cause, epoch
 
@@ -148,7 +148,7 @@ class StageFailure(ShoalError):
 class PeerTurnedAway(ShoalError):
     """A peer does not take the microbatch now."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: Acceptance) -> None:
         super().__init__(code.name)
         self.code = code
 
@@ -343,7 +343,7 @@ class Passage:
             self._fail(e)
         except Exception as e:
             logger.error("a defect on the way to stage %d", self._hop.stage, exc_info=e)
-            self._fail(StageFailure(Cause.LOST, f"{type(e).__name__}: {e}"))
+            self._fail(StageFailure(FailureCause.LOST, f"{type(e).__name__}: {e}"))
 
     def _fail(self, error: StageFailure) -> None:
         if not self._result.done():
@@ -364,12 +364,12 @@ class Passage:
                 await self._attempt(peer, anew=returns > 0)
                 return
             except PeerTurnedAway as e:
-                if e.code is Code.BEHIND:
+                if e.code is Acceptance.BEHIND:
                     hop.measured.note_behind(peer, self._request.step, get_dht_time())
-                self._rests[peer] = self._now() + (PAUSE if e.code is Code.BUSY else hop.patience.request_timeout)
+                self._rests[peer] = self._now() + (PAUSE if e.code is Acceptance.BUSY else hop.patience.request_timeout)
                 continue
             except StageFailure as e:
-                if e.cause is not Cause.FAILED:
+                if e.cause is not FailureCause.FAILED:
                     raise
                 error, failures = e, failures + 1
             except CALL_FAILURES as e:
@@ -378,7 +378,7 @@ class Passage:
                 self._note_end(peer, self._now() - began, has_failed=error is not None)
             if isinstance(error, StageFailure) and (failures >= MAX_FAILURES or self._is_only(peer)):
                 text = f"stage {hop.stage} cannot compute it (peers asked: {failures}), the last one says: {error}"
-                raise StageFailure(Cause.LOST, text)
+                raise StageFailure(FailureCause.LOST, text)
             # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
             is_broken = isinstance(error, StreamClosedError) and self._is_admitted
             is_unlucky = returns and isinstance(error, StreamClosedError | InterruptedDialError)
@@ -457,17 +457,17 @@ class Passage:
                 async with asyncio.timeout(hop.patience.request_timeout):
                     call = await stack.enter_async_context(hop.open_call(peer, anew=anew))
                     await call.send(request)
-                    admission = await call.receive(Reply)
+                    admission = await call.receive(StageReply)
                     if not isinstance(admission, Admission):
                         raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
-                    if admission.code not in (Code.ACCEPTED, Code.KNOWN):
+                    if admission.code not in (Acceptance.ACCEPTED, Acceptance.KNOWN):
                         await call.send_end()
                         self._turn_away(admission)
                 self._is_admitted, self._alone_since = True, 0.0
                 hop.rests.succeed(peer)
                 self._note([peer.to_bytes(), *self._below], waits=False)
                 await stack.enter_async_context(lively(call, hop.patience.request_timeout))
-                self._is_calling, self._is_sent = True, admission.code is Code.KNOWN
+                self._is_calling, self._is_sent = True, admission.code is Acceptance.KNOWN
                 talking = [self._end(call), self._hear(call, peer)]
                 await all_of(*talking, *([] if self._is_sent else [self._give(call)]))
         except CALL_FAILURES:
@@ -478,10 +478,12 @@ class Passage:
 
     def _turn_away(self, admission: Admission) -> None:
         stage = self._hop.stage
-        if admission.code is Code.LATE:
-            raise StageFailure(Cause.LATE, f"stage {stage} is at step {admission.epoch}", admission.epoch)
-        if admission.code is Code.GONE:
-            raise StageFailure(Cause.LOST, f"stage {stage} has counted it, and does not keep its gradient any more")
+        if admission.code is Acceptance.LATE:
+            raise StageFailure(FailureCause.LATE, f"stage {stage} is at step {admission.epoch}", admission.epoch)
+        if admission.code is Acceptance.GONE:
+            raise StageFailure(
+                FailureCause.LOST, f"stage {stage} has counted it, and does not keep its gradient any more"
+            )
         raise PeerTurnedAway(admission.code)
 
     async def _give(self, call: Call) -> None:
@@ -493,17 +495,17 @@ class Passage:
         self._is_sent = True
 
     async def _hear(self, call: Call, peer: PeerID) -> None:
-        while (reply := await call.receive(Reply)) is not None:
+        while (reply := await call.receive(StageReply)) is not None:
             if isinstance(reply, News):
                 self._below = reply.route
                 self._note([peer.to_bytes(), *self._below], reply.waits)
                 if reply.is_on:
                     self._note_done(peer)
-            elif isinstance(reply, Outcome) and reply.cause is Cause.NONE:
+            elif isinstance(reply, StageOutcome) and reply.cause is FailureCause.NONE:
                 arrived, _ = await receive_tensors(call, self._hop.max_bytes)
                 self._result.set_result(_checked(arrived))
                 self._note_done(peer)
-            elif isinstance(reply, Outcome):
+            elif isinstance(reply, StageOutcome):
                 raise StageFailure(reply.cause, reply.text, reply.epoch)
         if not self._result.done() and not self._over.is_set():
             raise ProtocolError(f"peer {peer} of stage {self._hop.stage} ends a call without an outcome")

@@ -3,7 +3,7 @@
 What to do with a microbatch is decided by :class:`~shoal.stages.work.Works`; here it is done. Each work runs in a task
 of its own, which outlives the calls that ask for it::
 
-    Request ─► place ─► tensors ─► [door] ─► forward ─► next stage ─► backward ─► Outcome
+    Request ─► place ─► tensors ─► [door] ─► forward ─► next stage ─► backward ─► StageOutcome
                                       │                 reserved meanwhile
                                       └─ waits until the step of the microbatch begins
 
@@ -26,7 +26,7 @@ import torch
 from shoal.base.logs import Seldom, quoted
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import BusyError, NotFiniteError, ProtocolError, ShoalError
+from shoal.errors import BusyError, MicrobatchNotFiniteError, ProtocolError, ShoalError
 from shoal.metrics import Metrics
 from shoal.net.connection import CallFailure, Connection, Hello
 from shoal.net.memory import Piece, PipeEnd
@@ -39,21 +39,21 @@ from shoal.stages.hop import (
     CALL_FAILURES,
     Admission,
     Cargo,
-    Cause,
     Changes,
+    FailureCause,
     Hop,
     News,
-    Outcome,
     Patience,
     Peers,
     Request,
     Result,
     StageFailure,
+    StageOutcome,
     lively,
     tensors_of,
 )
 from shoal.stages.steps import StageNorms
-from shoal.stages.work import Code, Door, Identity, Phase, Work, Works
+from shoal.stages.work import Acceptance, Door, MicrobatchID, Phase, Work, Works
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Arithmetic(Protocol):
         """Of the last stage: one loss for each sample, and the gradients of the inputs. The samples count.
 
         Raises:
-            NotFiniteError: a loss is not finite, and nothing has counted.
+            MicrobatchNotFiniteError: a loss is not finite, and nothing has counted.
         """
 
     async def backward(self, task: Task, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -102,7 +102,7 @@ class Arithmetic(Protocol):
         """Wait until another holder of this stage makes the step of this epoch, or has made it."""
 
 
-class Way:
+class RunningWork:
     """A work and what runs for it."""
 
     def __init__(self, work: Work, request: Request) -> None:
@@ -113,7 +113,7 @@ class Way:
         self.running: asyncio.Task[None] | None = None
         self.cargo: Cargo | None = None
         self.news = News(route=[])
-        self.outcome: Outcome | None = None
+        self.outcome: StageOutcome | None = None
         self.result: Result | None = None
         self.changes = Changes()
 
@@ -122,7 +122,7 @@ class Way:
         self.news = msgspec.structs.replace(self.news, **news)
         self.changes.note()
 
-    def finish(self, outcome: Outcome, result: Result | None = None) -> None:
+    def finish(self, outcome: StageOutcome, result: Result | None = None) -> None:
         """There is a result, or a reason why there is none."""
         self.outcome, self.result = outcome, result
         self.changes.note()
@@ -154,7 +154,7 @@ class Pace:
         return 1 / self._seconds if self._seconds > 0 else 0.0
 
 
-class Host:
+class StageHost:
     """Computes one stage for others. Lives in one event loop.
 
     Args:
@@ -186,7 +186,7 @@ class Host:
         """It finishes what it has, and accepts nothing new."""
         self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
         self._is_closed = False
-        self._ways: dict[Identity, Way] = {}
+        self._ways: dict[MicrobatchID, RunningWork] = {}
         self._closed = -1
         self._pace = Pace()
         # Noted when a work is over, and when a step is made.
@@ -242,7 +242,7 @@ class Host:
             if way is None:
                 return
             async with lively(call, self._patience.request_timeout):
-                if code is Code.ACCEPTED:
+                if code is Acceptance.ACCEPTED:
                     arrived, _ = await receive_tensors(call, self._max_bytes)
                     self._begin(way, arrived)
                 is_served = await self._answer(call, way)
@@ -250,26 +250,26 @@ class Host:
             if way is not None:
                 self._leave(way, is_served=is_served)
 
-    def _admit(self, request: Request) -> tuple[Code, Way | None]:
-        identity = Identity(request.driver, request.sequence)
+    def _admit(self, request: Request) -> tuple[Acceptance, RunningWork | None]:
+        identity = MicrobatchID(request.driver, request.sequence)
         if self.is_leaving and identity not in self._ways:
-            return Code.BUSY, None
+            return Acceptance.BUSY, None
         if self.is_synchronous and request.trains and request.step == self.epoch + 1:
             self.close_step(request.step - 1)
         door = Door(self.epoch, self._closed, self._max_staleness)
         code, work = self.works.ask(identity, request.step, request.trains, door)
-        if code is Code.BEHIND:
+        if code is Acceptance.BEHIND:
             self.close_step(request.step - 1)  # making the step shows that this peer has to catch up
         if work is None:
             return code, None
         way = self._ways.get(identity)
         if way is None or way.work is not work:
-            way = self._ways[identity] = Way(work, request)
-        elif code is Code.ACCEPTED:
+            way = self._ways[identity] = RunningWork(work, request)
+        elif code is Acceptance.ACCEPTED:
             way.request = request  # the hints of the newest caller are the best
         return code, way
 
-    def _begin(self, way: Way, arrived: Any) -> None:
+    def _begin(self, way: RunningWork, arrived: Any) -> None:
         match arrived:
             case [inputs, labels, dict() as extras] if all(isinstance(each, dict) for each in extras.values()):
                 cargo = Cargo(inputs, labels, extras)
@@ -279,7 +279,7 @@ class Host:
             way.cargo = cargo
             way.running = self._tasks.spawn(self._run(way))
 
-    async def _answer(self, call: Call, way: Way) -> bool:
+    async def _answer(self, call: Call, way: RunningWork) -> bool:
         """Tell the caller how its microbatch fares, until it says goodbye; returns whether it did."""
         telling, ending = asyncio.ensure_future(self._tell(call, way)), asyncio.ensure_future(call.receive(Request))
         try:
@@ -292,7 +292,7 @@ class Host:
         finally:
             await cancel_and_wait(telling, ending)
 
-    async def _tell(self, call: Call, way: Way) -> None:
+    async def _tell(self, call: Call, way: RunningWork) -> None:
         told = News(route=[])
         while way.outcome is None:
             change, news = way.changes.next, way.news
@@ -310,7 +310,7 @@ class Host:
         await call.send(way.outcome)
         await send_tensors(call, [losses, grads], lambda each: EXACT if each is losses else self._codec, end=True)
 
-    def _leave(self, way: Way, *, is_served: bool) -> None:
+    def _leave(self, way: RunningWork, *, is_served: bool) -> None:
         if self.works.leave(way.work, self._now(), is_served=is_served):
             self._drop(way)
         elif not way.work.callers:
@@ -320,7 +320,7 @@ class Host:
         for work in self.works.expired(self._now()):
             self._drop(self._ways[work.identity])
 
-    def _drop(self, way: Way) -> None:
+    def _drop(self, way: RunningWork) -> None:
         """Nobody wants this work any more. Its task ends the calls to the stages after this one."""
         self.works.remove(way.work)
         if self._ways.get(way.work.identity) is way:
@@ -331,33 +331,33 @@ class Host:
 
     # --- works --------------------------------------------------------------------------------------------------------
 
-    async def _run(self, way: Way) -> None:
+    async def _run(self, way: RunningWork) -> None:
         try:
             async with AsyncExitStack() as stack:
                 result = await self._pass_through(way, stack)
                 self.works.advance(way.work, Phase.DONE, _nbytes([*result]))
-                way.finish(Outcome(), result)
+                way.finish(StageOutcome(), result)
                 self.changes.note()
                 await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
         except StageFailure as e:
-            self._fail(way, Outcome(e.cause, str(e)[:2000], e.epoch))
-        except NotFiniteError as e:
-            self._fail(way, Outcome(Cause.NOT_FINITE, str(e)[:2000]))
+            self._fail(way, StageOutcome(e.cause, str(e)[:2000], e.epoch))
+        except MicrobatchNotFiniteError as e:
+            self._fail(way, StageOutcome(FailureCause.NOT_FINITE, str(e)[:2000]))
         except Exception as e:
             # Whatever the user's module raises concerns this microbatch alone.
             text = f"{type(e).__name__}: {quoted(e)}"
             self._warn_seldom("stage %d cannot compute a microbatch: %s", self.stage, text)
             logger.debug("traceback of stage %d", self.stage, exc_info=e)
-            self._fail(way, Outcome(Cause.FAILED, text[:2000]))
+            self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
         finally:
             self.compute.forget(way.task)
 
-    def _fail(self, way: Way, outcome: Outcome) -> None:
+    def _fail(self, way: RunningWork, outcome: StageOutcome) -> None:
         self.works.advance(way.work, Phase.FAILED, 0)
         way.finish(outcome)
         self.changes.note()
 
-    async def _pass_through(self, way: Way, stack: AsyncExitStack) -> Result:
+    async def _pass_through(self, way: RunningWork, stack: AsyncExitStack) -> Result:
         """Compute a microbatch, and bring it through the stages after this one in between."""
         cargo, task, works = way.cargo, way.task, self.works
         way.cargo = None
@@ -393,7 +393,7 @@ class Host:
         finally:
             self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
 
-    async def _pass_door(self, way: Way) -> None:
+    async def _pass_door(self, way: RunningWork) -> None:
         """Wait until the step of a microbatch has begun here.
 
         Raises:
@@ -408,8 +408,8 @@ class Host:
                 self.close_step(step - 1)
                 await self.changes.next.wait()
             way.tell(waits=False)
-        if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Code.LATE:
-            raise StageFailure(Cause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
+        if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Acceptance.LATE:
+            raise StageFailure(FailureCause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -452,7 +452,7 @@ class Host:
         for way in [way for way in self._ways.values() if way.work.trains and way.work.step <= step]:
             if way.outcome is None and way.running is not None:
                 way.running.cancel()
-                self._fail(way, Outcome(Cause.LATE, f"step {step} is over at stage {self.stage}", step + 1))
+                self._fail(way, StageOutcome(FailureCause.LATE, f"step {step} is over at stage {self.stage}", step + 1))
 
 
 class CloseStep(Header):
@@ -494,7 +494,7 @@ class StageService(ServicerBase):
 
     def __init__(self, p2p: P2P, run_id: str, peers: Peers) -> None:
         self.p2p, self.run_id, self._peers = p2p, run_id, peers
-        self.hosts: dict[int, Host] = {}
+        self.hosts: dict[int, StageHost] = {}
         self.norms: dict[int, StageNorms] = {}
         """Of the stages of this peer that clip their gradients."""
         self._tasks = BackgroundTasks(logger, f"the stages of run {run_id!r}")
@@ -511,7 +511,7 @@ class StageService(ServicerBase):
         for host in self.hosts.values():
             await host.close()
 
-    def _host_of(self, stage: int) -> Host:
+    def _host_of(self, stage: int) -> StageHost:
         if stage not in self.hosts:
             raise BusyError(f"stage {stage} is not here")
         return self.hosts[stage]

@@ -33,7 +33,7 @@ from shoal.stages.compute import StageCompute
 from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
 from shoal.stages.hop import Hop, Patience, tensors_of
-from shoal.stages.host import Host, StageService
+from shoal.stages.host import StageHost, StageService
 from shoal.stages.placement import stage_for_newcomer
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from shoal.stages.work import Works
@@ -444,7 +444,7 @@ class _Network:
         joins = StageRecord(stage=number, epoch=0, rate=0.0, is_joining=True, serves_auto=number in self._auto)
         await self.directory.declare(joins)
         await compute.join()
-        host = Host(
+        host = StageHost(
             number,
             compute,
             Works(PLACES, options.keep_outputs, options.patience.microbatch_timeout),
@@ -464,7 +464,7 @@ class _Network:
         held = self.service.hosts
         self.directory.watch({*everything, *held, *(stage + 1 for stage in held if stage + 1 < self.count)})
 
-    async def _declare(self, host: Host) -> None:
+    async def _declare(self, host: StageHost) -> None:
         await self.directory.declare(host.record(serves_auto=host.stage in self._auto))
 
     async def _keep_declaring(self) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shoal.base.bounded import Bounded
 
 
-class Identity(NamedTuple):
+class MicrobatchID(NamedTuple):
     """Names a microbatch. At one stage it names a work."""
 
     driver: bytes
@@ -44,7 +44,7 @@ class Phase(Enum):
 UNDER_WAY = (Phase.FORWARD, Phase.WAITING, Phase.BACKWARD)
 
 
-class Code(IntEnum):
+class Acceptance(IntEnum):
     """The answer to a caller that asks for a work."""
 
     ACCEPTED = 1
@@ -71,20 +71,20 @@ class Door(NamedTuple):
     max_staleness: int | None = None
     """``None``: each microbatch meets the parameters of its own step, and waits for them at most one step long."""
 
-    def verdict(self, step: int) -> Code:
+    def verdict(self, step: int) -> Acceptance:
         """Whether a microbatch of this step may come in."""
         if self.max_staleness is None:
             is_late, is_behind = step < self.epoch or step <= self.closed, step > self.epoch + 1
         else:
             is_late, is_behind = step < self.epoch - self.max_staleness, step > self.epoch + self.max_staleness + 1
-        return Code.LATE if is_late else Code.BEHIND if is_behind else Code.ACCEPTED
+        return Acceptance.LATE if is_late else Acceptance.BEHIND if is_behind else Acceptance.ACCEPTED
 
 
 @dataclass
 class Work:
     """One microbatch at one stage."""
 
-    identity: Identity
+    identity: MicrobatchID
     step: int
     trains: bool
     """Not for an evaluation, which belongs to no step and never counts."""
@@ -115,9 +115,9 @@ class Works:
         self.places, self.max_bytes, self.patience = places, max_bytes, patience
         self.most_waiting = places
         """The most works whose forward pass is not done. Others would be done sooner elsewhere."""
-        self._works: dict[Identity, Work] = {}
+        self._works: dict[MicrobatchID, Work] = {}
         # Those that have counted here and are gone. Bounded: an identity comes back only soon, after a repair.
-        self._counted: Bounded[Identity, None] = Bounded()
+        self._counted: Bounded[MicrobatchID, None] = Bounded()
         self._largest = 0
 
     def __iter__(self) -> Iterator[Work]:
@@ -145,24 +145,24 @@ class Works:
 
     # --- callers ------------------------------------------------------------------------------------------------------
 
-    def ask(self, identity: Identity, step: int, trains: bool, door: Door) -> tuple[Code, Work | None]:
+    def ask(self, identity: MicrobatchID, step: int, trains: bool, door: Door) -> tuple[Acceptance, Work | None]:
         """A caller asks for a work. If it is accepted or known, the caller is attached until it leaves."""
         work = self._works.get(identity)
         if work is not None and work.phase is Phase.FAILED:
             self.remove(work)
             work = None
         if work is None and identity in self._counted:
-            return Code.GONE, None
-        if work is None and trains and (verdict := door.verdict(step)) is not Code.ACCEPTED:
+            return Acceptance.GONE, None
+        if work is None and trains and (verdict := door.verdict(step)) is not Acceptance.ACCEPTED:
             return verdict, None
         if work is None and not self.room:
-            return Code.BUSY, None
+            return Acceptance.BUSY, None
         if work is None:
             # What it will take is not known before its tensors come.
             work = self._works[identity] = Work(identity, step, trains, self._largest)
         work.callers += 1
         work.left_at = None
-        return (Code.ACCEPTED if work.phase is Phase.RESERVED else Code.KNOWN), work
+        return (Acceptance.ACCEPTED if work.phase is Phase.RESERVED else Acceptance.KNOWN), work
 
     def leave(self, work: Work, now: float, *, is_served: bool) -> bool:
         """A caller leaves.
