@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
+import torch
 from crew import Crew
 from stages_peer import Size, layers_for
 
@@ -85,6 +86,7 @@ def _verdict(is_met: bool) -> str:
 
 def measure_throughput(args: argparse.Namespace) -> Figures:
     size = Size()
+    torch.set_num_threads(1)
     layers = [layers_for(args.milliseconds / 1e3, number, 2, size) for number in range(2)]
     sizes = [size._replace(layers=each) for each in layers]
     print(
@@ -93,6 +95,7 @@ def measure_throughput(args: argparse.Namespace) -> Figures:
     )
     libraries = [each for each in LIBRARIES if args.library in (each, "all") or each == "torch"]
     rates: dict[str, list[float]] = {library: [] for library in libraries}
+    processor: dict[str, list[float]] = {library: [] for library in libraries}
     sent: list[float] = []
     count = args.step * (args.steps + 1)
     for _ in range(args.rounds):
@@ -100,18 +103,18 @@ def measure_throughput(args: argparse.Namespace) -> Figures:
             holds = [0, 1] if library == "torch" else [0, 1, None]
             further = {"options": args.options} if library == "shoal" else {}
             with crew_of(library, holds, sizes, args, **further) as crew:
-                if library == "torch":
-                    found = crew.ask("drive", count)
-                    slowest = max(found, key=lambda each: each["times"][-1])
-                else:
-                    [slowest] = crew.ask("drive", count, to=crew.processes[-1:])
+                before = crew.cpu_seconds()
+                found = crew.ask("drive", count, to=crew.processes if library == "torch" else crew.processes[-1:])
+                processor[library].append((crew.cpu_seconds() - before) / count)
+                slowest = max(found, key=lambda each: each["times"][-1])
                 rates[library].append(rate_of(slowest["times"], args.step))
                 if "sent" in slowest:
                     sent.append(slowest["sent"] / count)
     samples = {library: size.rows * median(each) for library, each in rates.items()}
     for library, each in rates.items():
         rounds = " ".join(f"{size.rows * rate:.1f}" for rate in each)
-        print(f"  {library:<9} {samples[library]:7.1f} samples/s   rounds {rounds}")
+        used = 1e3 * median(processor[library])
+        print(f"  {library:<9} {samples[library]:7.1f} samples/s   cpu {used:5.1f} ms/microbatch   rounds {rounds}")
     good = []
     if "shoal" in libraries:
         tokens = 2 * size.rows * size.length * 8
@@ -122,7 +125,14 @@ def measure_throughput(args: argparse.Namespace) -> Figures:
         )
     if {"shoal", "hivemind"} <= rates.keys():
         good.append(check("times as fast as hivemind", samples["shoal"] / samples["hivemind"], LEAST_OF_HIVEMIND))
-    return {"samples_per_second": samples, "rounds": rates, "driver_bytes": sent, "layers": layers, "met": all(good)}
+    return {
+        "samples_per_second": samples,
+        "rounds": rates,
+        "processor": processor,
+        "driver_bytes": sent,
+        "layers": layers,
+        "met": all(good),
+    }
 
 
 def measure_rebalancing(args: argparse.Namespace) -> Figures:

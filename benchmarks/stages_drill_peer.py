@@ -25,7 +25,7 @@ STAGES = 3
 SIZE = demo_model.ModelSize(layers=STAGES)
 WINDOW = SIZE.context + 1
 HELD_OUT = 512
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 load_corpus = functools.cache(demo_model.load_corpus)
 
 

@@ -14,9 +14,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +117,8 @@ class Alone:
         self.x = torch.randn(x.shape, requires_grad=True) if x.is_floating_point() else x
         self.labels = labels
 
-    def compute(self, count: int, step: int) -> list[float]:
-        """The time of the monotonic clock after each microbatch; ``step`` of them make one of the optimizer."""
+    def compute(self, count: int, step: int, clock: Callable[[], float] = time.monotonic) -> list[float]:
+        """The time after each microbatch; ``step`` of them make one of the optimizer."""
         times = []
         for number in range(1, count + 1):
             outputs = self.stage(self.x, *self.labels)
@@ -125,22 +126,21 @@ class Alone:
             if number % step == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            times.append(time.monotonic())
+            times.append(clock())
         return times
 
 
 def layers_for(seconds: float, number: int, count: int, size: Size) -> int:
-    """How many layers a stage must have so that a pass, forward and back, takes about this long on one core."""
+    """How many layers a stage must have so that a pass, forward and back, takes about this much processor time."""
 
     def measure(layers: int) -> float:
         alone = Alone(number, count, size._replace(layers=layers))
-        times = alone.compute(30, 30)
-        return min(after - before for before, after in itertools.pairwise(times))
+        times = alone.compute(20, 20, time.process_time)
+        return median(after - before for before, after in itertools.pairwise(times))
 
-    few, many = 4, 20
-    base, slope = measure(few), 0.0
-    slope = max(1e-6, (measure(many) - base) / (many - few))
-    return max(1, round(few + (seconds - base) / slope))
+    few, many = 4, 24
+    base = measure(few)
+    return max(1, round(few + (seconds - base) * (many - few) / (measure(many) - base)))
 
 
 class StagePeer:
