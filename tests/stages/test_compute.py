@@ -210,7 +210,7 @@ def microbatch(sequence: int, **changes: Any) -> StageTask:
 async def test_kept_graphs_stay_within_their_bound(make_dhts):
     """Whatever does not fit is computed again, without a graph that takes the memory of one in between."""
     (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
-    x, calls = torch.randn(SAMPLES, WIDTH), []
+    x, calls = torch.randn(SAMPLES, WIDTH, requires_grad=True), []
     module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     async with Peers() as peers:
         stage = await peers.add(dht, 1, module, {"optimizer": SGD}, keep_graphs=2**30)
@@ -312,7 +312,8 @@ async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
 )
 async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, options):
     """Fused optimizers change parameters without telling autograd."""
-    (dht,), module, x = await asyncio.to_thread(make_dhts, 1), make_modules()[1], torch.randn(SAMPLES, WIDTH)
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
+    x = torch.randn(SAMPLES, WIDTH, requires_grad=True)
     optimizer = functools.partial(torch.optim.SGD, lr=1.0, **options)
     async with Peers() as peers:
         stage = await peers.add(dht, 1, module, {"optimizer": optimizer})
@@ -324,7 +325,7 @@ async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, opti
         await stage.make_step()
         assert stage.kept_bytes == x.nbytes
         found = (await stage.backward(microbatch(1), [ones]))[0]
-    leaf = x.clone().to(chosen_device()).requires_grad_()
+    leaf = x.detach().to(chosen_device(), copy=True).requires_grad_()
     with seeded(1, 1, chosen_device()):
         module(leaf, {})[0].backward(ones.to(chosen_device()))
     torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)
@@ -462,6 +463,7 @@ async def test_kinds_of_modules(make_dhts, kind, keep_graphs):
         outputs = await stage.forward(task, inputs, extras)
         assert outputs["x"].requires_grad
         assert outputs["x"].grad_fn is None
+        assert not outputs["gate"].requires_grad or keep_graphs == 0
         found = await stage.backward(task, [None, ones])
         counted = None if stage.optimizer is None else stage.optimizer.grad_averager.accumulator
         sums = [] if counted is None else [each.clone() for each in counted.buffers]

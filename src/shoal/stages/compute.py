@@ -282,8 +282,7 @@ class StageCompute:
         """The outputs of a microbatch, detached. Those that need a gradient have ``requires_grad`` set.
 
         Args:
-            inputs: a tensor, or a tuple or dictionary of arguments. Those with ``requires_grad`` get gradients; if none
-                has it, all floating-point tensors do, except in the first stage.
+            inputs: a tensor, or a tuple or dictionary of arguments. Those with ``requires_grad`` get gradients.
             extras: more keyword arguments, without gradients.
 
         Raises:
@@ -355,7 +354,7 @@ class StageCompute:
             with torch.no_grad():
                 outputs = self._call(task, inputs, extras)
             kept.values = _some_values(form_of(outputs)[1])
-            return self._detached(outputs)
+            return self._detached(outputs, may_need_grads=bool(self._trained) or any(t.requires_grad for t in tensors))
         saved = _SavedTensors([*self.module.parameters(), *self.module.buffers(), *tensors])
         with torch.enable_grad(), saved.measuring() if expected is None else contextlib.nullcontext():
             outputs = self._call(task, inputs, extras)
@@ -491,21 +490,16 @@ class StageCompute:
     def _arrive(self, inputs: Any) -> Any:
         """Inputs as leaves of a new graph, on the device."""
         form, tensors = form_of(inputs)
-        takes_all = self.number > 0 and not any(each.requires_grad for each in tensors)
-        leaves = [
-            each.detach().to(self.device).requires_grad_(each.is_floating_point() and (takes_all or each.requires_grad))
-            for each in tensors
-        ]
-        return with_form(form, leaves)
+        return with_form(form, [each.detach().to(self.device).requires_grad_(each.requires_grad) for each in tensors])
 
     def _to_device(self, structure: Any) -> Any:
         form, tensors = form_of(structure)
         return with_form(form, [each.detach().to(self.device) for each in tensors])
 
-    def _detached(self, outputs: Any) -> Any:
+    def _detached(self, outputs: Any, *, may_need_grads: bool = False) -> Any:
+        """Outputs without their graph. If they have none, it is not known which of them need gradients."""
         form, tensors = form_of(outputs)
-        has_graph = any(each.requires_grad for each in tensors)
-        needs = [each.requires_grad if has_graph else each.is_floating_point() for each in tensors]
+        needs = [each.requires_grad or (may_need_grads and each.is_floating_point()) for each in tensors]
         return with_form(form, [each.detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)])
 
     def _parameters_now(self) -> object:

@@ -144,14 +144,19 @@ GatherNorms = Callable[[int, float], float]
 squared norms of all stages."""
 
 
-def clip_by_global_norm(optimizer: Optimizer, max_norm: float, gather_norms: GatherNorms) -> None:
+def clip_by_global_norm(optimizer: StageOptimizer, max_norm: float, gather_norms: GatherNorms) -> None:
     """Let an optimizer scale its averaged gradients, so that the norm of those of all stages is at most ``max_norm``.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: it is not a positive number, or the optimizer makes inner steps.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm must be a positive number, got {max_norm!r}")
+    if isinstance(optimizer, DiLoCo):
+        raise ValueError(
+            "clip_grad_norm needs the gradients of all stages at once, but with inner_batch_size each peer makes inner "
+            "steps of its own: clip in the optimizer that makes them, with register_step_pre_hook"
+        )
 
     def clip(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         grads = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
