@@ -415,6 +415,20 @@ async def test_newcomer_takes_over_the_newest_state(make_dhts):
     assert difference([second.module], [first.module]) == 0.0
 
 
+@pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
+async def test_a_stage_that_begins_anew_takes_the_label_of_the_others(make_dhts, inner):
+    """All of its peers are gone. The next ones meet at the step of the other stages, and not at each one before it."""
+    async with Peers() as peers:
+        first, second = await add_two(peers, make_dhts, {"optimizer": SGD, **inner}, **inner)
+        for stage in (first, second):
+            await stage.go_to(1000)
+        trackers = [stage.optimizer.tracker for stage in peers.stages]
+        await asyncio.to_thread(wait_until, lambda: all(t.expected_group_size == 2 for t in trackers), "they are two")
+        await push(first, 0)
+        assert await asyncio.gather(*(stage.make_step() for stage in peers.stages)) == [1001, 1001]
+    assert all(map(torch.equal, *(stage.module.parameters() for stage in peers.stages)))
+
+
 async def test_a_peer_leaves_while_it_waits_for_others(make_dhts):
     async with Peers() as peers:
         first, second = await add_two(peers, make_dhts, {"optimizer": ADAMW})

@@ -587,6 +587,14 @@ class StageCompute:
             await self._in_thread(self._end_epoch)
         return self.epoch
 
+    async def go_to(self, step: int) -> None:
+        """Take the label of a step without making those before it: this stage begins anew in a run that goes on."""
+        async with self._alone():
+            if self.optimizer is None:
+                self._epoch = step
+            else:
+                await self._in_thread(functools.partial(self.optimizer.go_to, step))
+
     def _catch_up(self) -> None:
         assert self.optimizer is not None
         while self.optimizer.catch_up() and not self._closing.wait(PAUSE_SECONDS):
