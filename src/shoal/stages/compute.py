@@ -39,7 +39,7 @@ from shoal.stages.steps import DeclaredEnd, StageOptimizer
 T = TypeVar("T")
 
 # Priorities in the computing thread. Backward passes free memory, and others wait for them.
-BACKWARD, FORWARD = 0.0, 1.0
+BACKWARD, LOSSES, FORWARD = 0.0, 0.5, 1.0
 # Shapes of microbatches whose graphs have been measured. Chosen: batches of texts have many lengths.
 MOST_SHAPES = 256
 # How many values of each output are compared when a forward pass is repeated, and by how much of the largest one they
@@ -312,7 +312,7 @@ class StageCompute:
             MicrobatchError: it must not count, and does not, for example because a loss is not finite.
             Exception: of the module.
         """
-        return await self._compute(FORWARD, self._losses, task, inputs, labels, extras or {})
+        return await self._compute(LOSSES, self._losses, task, inputs, labels, extras or {})
 
     async def backward(self, task: StageTask, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of a microbatch, which is forgotten afterwards; those of parameters are counted.
