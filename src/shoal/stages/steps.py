@@ -17,7 +17,7 @@ import torch
 
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
-from shoal.errors import ShoalError
+from shoal.errors import BusyError, ShoalError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.options import check_run_id
 from shoal.optim.progress.board import FAR_AHEAD, EpochRule
@@ -196,6 +196,7 @@ class StageNorms:
         self._ask, self._seconds, self._loop = ask, seconds, asyncio.get_running_loop()
         self._own: Bounded[int, asyncio.Future[float]] = Bounded(MOST_STEPS)
         self._last: dict[int, float] = {}
+        self._settled = -1
         self._warn_seldom = Seldom(logger.warning)
 
     def gather(self, step: int, own: float) -> float:
@@ -231,6 +232,24 @@ class StageNorms:
             self._own[step] = self._loop.create_future()
         return self._own[step]
 
+    def settle(self, step: int) -> None:
+        """This peer makes no step up to this one any more. If it has not made one, such as after a download, peers that
+        ask for its number are told so."""
+        self._settled = max(self._settled, step)
+        for number, known in self._own.items():
+            if number <= step and not known.done():
+                known.set_exception(self._unknown(number))
+                known.exception()  # it need not interest anybody
+
+    def _unknown(self, step: int) -> BusyError:
+        return BusyError(f"this peer has not made step {step}")
+
     async def own(self, step: int) -> float:
-        """This stage's number of a step, as soon as it is known. The caller has checked that it will be."""
+        """This stage's number of a step, as soon as it is known. The caller has checked that the step is near.
+
+        Raises:
+            BusyError: this peer has made later steps, but not this one.
+        """
+        if step <= self._settled and step not in self._own:
+            raise self._unknown(step)
         return await asyncio.shield(self._future(step))
