@@ -68,11 +68,18 @@ def make_data(step: int) -> list[tuple[StageTask, torch.Tensor, torch.Tensor]]:
     return [(each, *torch.randint(0, WORDS, (2, SAMPLES), generator=generator)) for each in tasks]
 
 
-def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tuple[list[nn.Module], list[float]]:
+def halve(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def train_alone(
+    make: Callable[..., torch.optim.Optimizer], clips: bool, scheduler: Any = None
+) -> tuple[list[nn.Module], list[float]]:
     """Train with the same random numbers, in the plainest way."""
     modules, norms = make_modules(), []
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = make(parameters)
+    schedule = None if scheduler is None else scheduler(optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
         for task, words, labels in make_data(step):
@@ -84,6 +91,8 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
         if clips:
             norms.append(nn.utils.clip_grad_norm_(parameters, MAX_NORM).item())
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     return modules, norms
 
 
@@ -150,18 +159,22 @@ def clip_all(stages: Sequence[StageCompute]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "clips", "keep_graphs"),
-    [(SGD, True, 2**20), (ADAMW, True, 0), (ADAMW, False, 2**20), (SGD, False, 40_000)],
-    ids=["SGD-clipped", "AdamW-clipped-nothing kept", "AdamW", "SGD-little kept"],
+    ("make", "clips", "keep_graphs", "training"),
+    [
+        pytest.param(SGD, True, 2**20, {}, id="SGD-clipped"),
+        pytest.param(ADAMW, True, 0, {}, id="AdamW-clipped-nothing kept"),
+        pytest.param(SGD, False, 40_000, {}, id="SGD-little kept"),
+        pytest.param(ADAMW, True, 2**20, {"offload_optimizer": True, "scheduler": halve}, id="AdamW-offloaded"),
+    ],
 )
-async def test_stages_make_the_steps_of_one_process(make_dhts, make, clips, keep_graphs):
-    expected, norms = await asyncio.to_thread(train_alone, make, clips)
+async def test_stages_make_the_steps_of_one_process(make_dhts, make, clips, keep_graphs, training):
+    expected, norms = await asyncio.to_thread(train_alone, make, clips, training.get("scheduler"))
     if clips:
         assert min(norms) < MAX_NORM < max(norms), "some steps are clipped, some not"
     (dht,), modules = await asyncio.to_thread(make_dhts, 1), make_modules()
     async with Peers() as peers:
         stages = [
-            await peers.add(dht, number, module, {"optimizer": make}, number // 2, keep_graphs=keep_graphs)
+            await peers.add(dht, number, module, {"optimizer": make, **training}, number // 2, keep_graphs=keep_graphs)
             for number, module in enumerate(modules)
         ]
         if clips:
