@@ -57,7 +57,7 @@ def add_custom_models_from_file(path: str | os.PathLike[str]) -> None:
 
 
 @register_expert_class("ffn", torch.empty)
-class FeedforwardBlock(nn.Module):
+class FeedforwardExpert(nn.Module):
     """Two layers beside a residual connection, with a layer norm at the end."""
 
     def __init__(self, hid_dim: int) -> None:
@@ -75,7 +75,7 @@ class FeedforwardBlock(nn.Module):
 @register_expert_class(
     "transformer", lambda rows, width: (torch.empty(rows, 128, width), torch.zeros(rows, 128).bool())
 )
-class TransformerBlock(nn.TransformerEncoderLayer):
+class TransformerExpert(nn.TransformerEncoderLayer):
     """One layer of an encoder with 16 heads; true values of the mask are padding."""
 
     def __init__(self, hid_dim: int) -> None:
@@ -107,7 +107,7 @@ class DelayedNopExpert(NopExpert):
 
 
 @register_expert_class("det_dropout", lambda rows, width: (torch.empty(rows, width), torch.ones(rows, width).long()))
-class DeterministicDropoutNetwork(nn.Module):
+class DeterministicDropoutExpert(nn.Module):
     """Two layers after a dropout whose mask is an input: zeros are dropped."""
 
     KEPT = 0.8
