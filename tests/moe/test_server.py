@@ -269,7 +269,7 @@ def test_drawn_uids_are_free(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("pattern", ["e.[0-5]", "e.[5:5]", "e.[0:5", "e.0:5", "[a:b].1"])
 def test_malformed_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"write text, or \[from:to\]"):
-        _generate_uids(1, pattern)
+        _generate_uids(1, pattern, None)
 
 
 def create(**kwargs: Any) -> Server:
