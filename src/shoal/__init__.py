@@ -64,6 +64,11 @@ _HOMES = {
         "nested_map",
         "nested_pack",
     ),
+    "shoal.moe": (
+        "RemoteExpert",
+        "RemoteMixtureOfExperts",
+        "RemoteSwitchMixtureOfExperts",
+    ),
     "shoal.optim": (
         "DiLoCo",
         "GradScaler",
@@ -93,7 +98,7 @@ _HOMES = {
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
+_ROOMS = ("averaging", "compression", "data", "dht", "moe", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.archive import load_archive
@@ -138,6 +143,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.moe import RemoteExpert, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -179,6 +185,9 @@ __all__ = [
     "PerTensorCompression",
     "PerformanceEMA",
     "Quantile8BitQuantization",
+    "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SerializedTensor",

@@ -204,6 +204,8 @@ class RemoteMixtureOfExperts(nn.Module):
             The experts, and what :class:`_RemoteCallMany` returns.
         """
         on_cpu = [each.detach().cpu() for each in grid_scores]
+        if any(each.isnan().any() for each in on_cpu):
+            raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
         experts: Any = self.beam_search.batch_find_best_experts(on_cpu, self.k_best)
         if not all(experts) and not self.allow_zero_outputs:
             raise RuntimeError(

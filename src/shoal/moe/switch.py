@@ -100,7 +100,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         Args:
             probabilities: those of the gate, for each dimension a tensor of shape (samples, numbers).
         """
-        used = torch.split(self.grid_utilization, self.grid_size)
+        used = torch.split(self.grid_utilization, [*self.grid_size])
         terms = [
             each.mean(0).mul(share.to(each.dtype)).mean() * each.shape[-1] ** 2
             for each, share in zip(probabilities, used, strict=True)
