@@ -65,9 +65,12 @@ _HOMES = {
         "nested_pack",
     ),
     "shoal.moe": (
+        "ModuleBackend",
         "RemoteExpert",
         "RemoteMixtureOfExperts",
         "RemoteSwitchMixtureOfExperts",
+        "Server",
+        "register_expert_class",
     ),
     "shoal.optim": (
         "DiLoCo",
@@ -143,7 +146,14 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.moe import RemoteExpert, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+    from shoal.moe import (
+        ModuleBackend,
+        RemoteExpert,
+        RemoteMixtureOfExperts,
+        RemoteSwitchMixtureOfExperts,
+        Server,
+        register_expert_class,
+    )
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -174,6 +184,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "ModuleBackend",
     "MultiProcessDiLoCo",
     "MultiProcessOptimizer",
     "NoCompression",
@@ -192,6 +203,7 @@ __all__ = [
     "ScaledFloat16Compression",
     "SerializedTensor",
     "SerializerBase",
+    "Server",
     "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorMetadata",
@@ -213,6 +225,7 @@ __all__ = [
     "nested_flatten",
     "nested_map",
     "nested_pack",
+    "register_expert_class",
     "serialize_torch_tensor",
     "strided_fragments",
     "switch_to_uvloop",

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from shoal.moe import layers
-from shoal.moe.server import Server
+from shoal.moe.expert_server import Server
 from shoal.peers.identity import PeerID, PeerInfo
 from shoal.peers.multiaddr import Multiaddr
 
@@ -28,7 +28,7 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
     """A server in another process, for as long as the ``with`` block lasts.
 
     Args:
-        args, kwargs: for :meth:`Server.create <shoal.moe.server.Server.create>`. They are pickled.
+        args, kwargs: for :meth:`Server.create <shoal.moe.expert_server.Server.create>`. They are pickled.
         shutdown_timeout: after so many seconds, the process is killed.
 
     Yields:
@@ -40,7 +40,7 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
     message = pickle.dumps((args, kwargs, _registered(kwargs)))
     path = os.pathsep.join(map(os.path.abspath, sys.path))  # '' is the working directory
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.moe.background"],
+        [sys.executable, "-c", f"from {__name__} import serve; serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
@@ -83,7 +83,7 @@ def _registered(kwargs: dict[str, Any]) -> tuple[str, Any, Any] | None:
     return entry
 
 
-def _serve() -> NoReturn:
+def serve() -> NoReturn:
     """The child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     answers = os.fdopen(os.dup(1), "w")
@@ -110,7 +110,3 @@ def _serve() -> NoReturn:
     threading.Thread(target=end, daemon=True).start()
     server.join()
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -244,6 +244,8 @@ class Server(threading.Thread):
             max_batch_size=max_batch_size,
             timeout=batch_timeout,
         )
+        if (identity := kwargs.get("identity_path")) is not None and not Path(identity).exists():
+            logger.info("Generating new identity in %s", identity)
         dht = DHT(initial_peers=initial_peers, start=True, **kwargs)
         try:
             addresses = [str(each) for each in dht.get_visible_maddrs()]
