@@ -481,8 +481,9 @@ def _kind(tensors: Tensors) -> Kinds:
 def _kinds(answers: Iterable[Tensors], info: Schemas) -> Kinds:
     """Shapes and types of the outputs: as most experts return them, or as the schema says if none has answered."""
     every = [_kind(each) for each in answers]
-    schema = [each.make_zeros(1) for each in nested_flatten(info["outputs_schema"])]
-    return max(every, key=every.count) if every else _kind(schema)
+    if every:
+        return max(every, key=every.count)
+    return [(torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"])]
 
 
 def _check_enough(
