@@ -87,9 +87,10 @@ def _explained(uid: ExpertUID, stub: StubBase, seconds: float | None) -> Iterato
     try:
         yield
     except TimeoutError:
+        waited = "in time" if seconds is None else f"within {seconds:g} s"
         raise TimeoutError(
-            f"expert {uid} of peer {stub.peer} did not answer within {seconds:g} s: its server is overloaded or has "
-            "stopped; `timeout` is how long to wait"
+            f"expert {uid} of peer {stub.peer} did not answer {waited}: its server is overloaded or has stopped; "
+            "`timeout` is how long to wait"
         ) from None
 
 

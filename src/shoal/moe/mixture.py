@@ -203,6 +203,8 @@ class RemoteMixtureOfExperts(nn.Module):
         Returns:
             The experts, and what :class:`_RemoteCallMany` returns.
         """
+        if not len(input):
+            raise ValueError("a mixture of experts needs at least one sample, got an empty batch")
         on_cpu = [each.detach().cpu() for each in grid_scores]
         if any(each.isnan().any() for each in on_cpu):
             raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
