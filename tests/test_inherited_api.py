@@ -78,6 +78,21 @@ NAMES = {
         Coordinate ExpertInfo ExpertPrefix ExpertUID FLAT_EXPERT Score UID_DELIMITER is_valid_prefix is_valid_uid
         split_uid
     """,
+    "shoal.moe.server": """
+        ModuleBackend Server background_server declare_experts get_experts register_expert_class
+    """,
+    "shoal.moe.server.checkpoints": "CheckpointSaver store_experts load_experts is_directory",
+    "shoal.moe.server.connection_handler": "ConnectionHandler",
+    "shoal.moe.server.dht_handler": "DHTHandlerThread declare_experts get_experts",
+    "shoal.moe.server.layers": """
+        name_to_block name_to_input schedule_name_to_scheduler register_expert_class add_custom_models_from_file
+    """,
+    "shoal.moe.server.layers.lr_schedule": "get_linear_schedule_with_warmup",
+    "shoal.moe.server.layers.optim": "OptimizerWrapper ClippingWrapper",
+    "shoal.moe.server.module_backend": "ModuleBackend",
+    "shoal.moe.server.runtime": "Runtime StatsReporter",
+    "shoal.moe.server.server": "Server background_server _generate_uids",
+    "shoal.moe.server.task_pool": "TaskPool TaskPoolBase Task",
     "shoal.optim": "Optimizer GradScaler TrainingAverager",
     "shoal.optim.grad_scaler": "GradScaler",
     "shoal.optim.training_averager": "TrainingAverager",
@@ -198,6 +213,57 @@ SIGNATURES = {
     "shoal.dht.crypto.RSASignatureValidator": "private_key=None",
     "shoal.dht.schema.SchemaValidator": "schema, allow_extra_keys=True, prefix=None",
     "shoal.dht.schema.conbytes": "*, regex=None, **kwargs",
+    # --- servers of experts
+    "shoal.ModuleBackend": """
+        name, module, *, optimizer=None, scheduler=None, args_schema=None, kwargs_schema=None, outputs_schema=None,
+        **kwargs
+    """,
+    "shoal.ModuleBackend.forward": "self, *inputs",
+    "shoal.ModuleBackend.backward": "self, *inputs",
+    "shoal.ModuleBackend.on_backward": "self, batch_size",
+    "shoal.ModuleBackend.state_dict": "self",
+    "shoal.ModuleBackend.load_state_dict": "self, state_dict",
+    "shoal.ModuleBackend.get_info": "self",
+    "shoal.ModuleBackend.get_pools": "self",
+    "shoal.Server": """
+        dht, module_backends, num_connection_handlers=1, update_period=30, expiration=None, start=False,
+        checkpoint_dir=None, **kwargs
+    """,
+    "shoal.Server.create": """
+        num_experts=None, expert_uids=None, expert_pattern=None, expert_cls="ffn", hidden_dim=1024,
+        optim_cls=torch.optim.Adam, scheduler="none", num_warmup_steps=None, num_training_steps=None,
+        clip_grad_norm=None, num_handlers=None, min_batch_size=1, max_batch_size=4096, device=None, initial_peers=(),
+        checkpoint_dir=None, compression=shoal.CompressionType.NONE, stats_report_interval=None,
+        custom_module_path=None, update_period=30, expiration=None, *, start, **kwargs
+    """,
+    "shoal.Server.run_in_background": "self, await_ready=True, timeout=None",
+    "shoal.Server.shutdown": "self",
+    "shoal.Server.join": "self, timeout=None",
+    "shoal.moe.background_server": "*args, shutdown_timeout=5, **kwargs",
+    "shoal.register_expert_class": "name, sample_input",
+    "shoal.moe.server.server._generate_uids": "num_experts, expert_pattern, dht, attempts_per_expert=10",
+    "shoal.moe.server.connection_handler.ConnectionHandler": """
+        dht, module_backends, *, balanced=True, shutdown_timeout=3, start=False
+    """,
+    "shoal.moe.server.dht_handler.DHTHandlerThread": "module_backends, dht, update_period=30, expiration=None",
+    "shoal.moe.server.runtime.Runtime": """
+        module_backends, prefetch_batches=64, sender_threads=1, device=None, stats_report_interval=None
+    """,
+    "shoal.moe.server.runtime.Runtime.process_batch": "self, pool, batch_index, *batch",
+    "shoal.moe.server.task_pool.TaskPool": """
+        process_func, max_batch_size, name, min_batch_size=1, timeout=None, pool_size=None, prefetch_batches=1,
+        daemon=True, start=False
+    """,
+    "shoal.moe.server.task_pool.TaskPool.submit_task": "self, *args",
+    "shoal.moe.server.checkpoints.CheckpointSaver": "module_backends, checkpoint_dir, update_period",
+    "shoal.moe.server.checkpoints.store_experts": "experts, checkpoint_dir",
+    "shoal.moe.server.checkpoints.load_experts": "experts, checkpoint_dir",
+    "shoal.moe.server.layers.add_custom_models_from_file": "path",
+    "shoal.moe.server.layers.optim.ClippingWrapper": "optim, clip_grad_norm",
+    "shoal.moe.server.layers.optim.OptimizerWrapper": "optim",
+    "shoal.moe.server.layers.lr_schedule.get_linear_schedule_with_warmup": """
+        optimizer, num_warmup_steps, num_training_steps
+    """,
     # --- peers
     "shoal.P2P.create": """
         initial_peers=None, *, announce_maddrs=None, host_maddrs=None, identity_path=None, idle_timeout=30,

@@ -333,7 +333,7 @@ def make_backend(
 def _generate_uids(
     num_experts: int,
     expert_pattern: str | None,
-    dht: DHT | None = None,
+    dht: DHT | None,
     attempts_per_expert: int = ATTEMPTS_PER_EXPERT,
     *,
     known: Sequence[ExpertUID] = (),
