@@ -23,7 +23,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from shoal.base.bounded import Bounded
@@ -198,8 +197,11 @@ class MoEBeamSearcher:
 
     def _run(self, search: Callable[[_Lookups], Coroutine[Any, Any, T]], return_future: bool) -> T | AwaitableFuture[T]:
         async def run(handle: Any, node: DHTNode) -> T:
-            async with _Lookups(self, node, self._empty) as lookups:
+            lookups = _Lookups(self, node, self._empty)
+            try:
                 return await search(lookups)
+            finally:
+                await lookups.cancel()
 
         return self.dht.run_coroutine(run, return_future=True) if return_future else self.dht.run_coroutine(run)
 
@@ -262,7 +264,7 @@ class MoEBeamSearcher:
 
 
 class _Lookups:
-    """The look-ups of one search. Each prefix is looked up once; those that are no longer needed are cancelled.
+    """The look-ups of one search. Each prefix is looked up once.
 
     Args:
         searcher: has the settings.
@@ -278,12 +280,8 @@ class _Lookups:
         self._marking: list[asyncio.Task[bool]] = []
         self._experts: dict[ExpertInfo, RemoteExpert] = {}
 
-    async def __aenter__(self) -> _Lookups:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def cancel(self) -> None:
+        """End the look-ups that are still running."""
         await cancel_and_wait(*self._tasks.values())
 
     def begin(self, prefix: ExpertPrefix) -> asyncio.Task[Successors]:
