@@ -19,6 +19,7 @@ pytestmark = pytest.mark.oldest
 
 NAMES = {
     "shoal": """
+        RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts moe
         DHT DecentralizedAverager Optimizer GradScaler TrainingAverager __version__
         averaging compression dht optim p2p utils
         CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
@@ -63,6 +64,20 @@ NAMES = {
     "shoal.compression.adaptive": "AdaptiveCompressionBase",
     "shoal.compression.quantization": "Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization",
     "shoal.compression.serialization": "serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream",
+    "shoal.moe": "RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts declare_experts get_experts",
+    "shoal.moe.client": "RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts",
+    "shoal.moe.client.beam_search": "MoEBeamSearcher",
+    "shoal.moe.client.expert": """
+        DUMMY RemoteExpert batch_create_remote_experts create_remote_experts expert_backward expert_forward
+        get_server_stub
+    """,
+    "shoal.moe.client.moe": "RemoteMixtureOfExperts",
+    "shoal.moe.client.remote_expert_worker": "RemoteExpertWorker",
+    "shoal.moe.client.switch_moe": "RemoteSwitchMixtureOfExperts",
+    "shoal.moe.expert_uid": """
+        Coordinate ExpertInfo ExpertPrefix ExpertUID FLAT_EXPERT Score UID_DELIMITER is_valid_prefix is_valid_uid
+        split_uid
+    """,
     "shoal.moe.server": """
         ModuleBackend Server background_server declare_experts get_experts register_expert_class
     """,
@@ -420,6 +435,36 @@ SIGNATURES = {
     """,
     "shoal.PerformanceEMA": "alpha=0.1, eps=1e-20, paused=False",
     "shoal.PerformanceEMA.update": "self, task_size, interval=None",
+    # --- experts
+    "shoal.moe.declare_experts": "dht, uids, expiration_time, wait=True",
+    "shoal.moe.get_experts": "dht, uids, expiration_time=None, return_future=False",
+    "shoal.RemoteExpert": "expert_info, p2p",
+    "shoal.moe.client.expert.create_remote_experts": "infos, dht, return_future=False",
+    "shoal.moe.client.expert.batch_create_remote_experts": "infos, dht, return_future=False",
+    "shoal.moe.client.expert.get_server_stub": "p2p, peer_id",
+    "shoal.moe.client.remote_expert_worker.RemoteExpertWorker.run_coroutine": "coro, return_future=False",
+    "shoal.moe.client.beam_search.MoEBeamSearcher": """
+        dht, uid_prefix, grid_size, num_workers=None, negative_caching=True, cache_expiration=300, **kwargs
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.get_initial_beam": "self, scores, beam_size, return_future=False",
+    "shoal.moe.client.beam_search.MoEBeamSearcher.get_active_successors": """
+        self, prefixes, grid_size=None, return_future=False
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.find_best_experts": """
+        self, grid_scores, beam_size, return_future=False
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.batch_find_best_experts": """
+        self, batch_grid_scores, beam_size, return_future=False
+    """,
+    "shoal.RemoteMixtureOfExperts": """
+        *, in_features, grid_size, dht, uid_prefix, k_best, k_min=1, forward_timeout=None, timeout_after_k_min=None,
+        backward_k_min=1, backward_timeout=None, detect_anomalies=False, allow_zero_outputs=False, **dht_kwargs
+    """,
+    "shoal.RemoteMixtureOfExperts.compute_expert_scores": "self, grid_scores, batch_experts",
+    "shoal.RemoteSwitchMixtureOfExperts": """
+        *, grid_size, utilization_alpha=0.9, grid_dropout=1.0, jitter_eps=0.01, k_best=1, k_min=0, backward_k_min=0,
+        allow_zero_outputs=True, **kwargs
+    """,
     # --- utilities
     "shoal.MSGPackSerializer.dumps": "obj",
     "shoal.MSGPackSerializer.loads": "buf",
@@ -505,6 +550,10 @@ MEMBERS = {
         fetched_global_progress_this_epoch
     """,
     "shoal.Optimizer": "local_epoch local_progress use_local_updates use_gradient_averaging param_groups state opt",
+    "shoal.RemoteExpert": "uid peer_id stub info",
+    "shoal.RemoteMixtureOfExperts": "info proj beam_search",
+    "shoal.RemoteSwitchMixtureOfExperts": "grid_utilization",
+    "shoal.moe.expert_uid.ExpertInfo": "uid peer_id",
     "shoal.P2P": "peer_id is_alive",
     "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity __lt__ __hash__ __eq__ __str__",
     "shoal.utils.multiaddr.Multiaddr": """
@@ -553,6 +602,7 @@ VALUES = {
         "BLOCKWISE_4BIT": 7,
     },
     "shoal.averaging.partition": {"DEFAULT_PART_SIZE_BYTES": 2**19},
+    "shoal.moe.expert_uid": {"UID_DELIMITER": ".", "FLAT_EXPERT": -1},
     "shoal.utils": {"MAX_DHT_TIME_DISCREPANCY_SECONDS": 3},
     "shoal.dht.DHTID": {"MIN": 0, "MAX": 2**160, "HASH_NBYTES": 20},
     "shoal.dht": {"DEFAULT_NUM_WORKERS": 4},

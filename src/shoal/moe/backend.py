@@ -138,6 +138,7 @@ class ModuleBackend:
             "forward_schema": self.forward_schema,
             "outputs_schema": self.outputs_schema,
             "keyword_names": tuple(self.kwargs_schema),
+            "max_batch_size": self.forward_pool.max_batch_size,
         }
         if self._grad_compression is not None:
             info |= {"grad_inputs_schema": self.grad_inputs_schema, "grad_outputs_schema": self.grad_outputs_schema}

@@ -35,7 +35,7 @@ Tensors = Sequence[torch.Tensor]
 Schemas = Mapping[str, Any]
 """What an expert takes and returns: ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
 
-DUMMY = torch.empty(0, requires_grad=True)
+DUMMY = torch.empty(0, device="cpu", requires_grad=True)
 """An input that requires a gradient, so that autograd also calls ``backward`` if no other input does."""
 DEFAULT_TIMEOUT = 60.0
 """How long a server may be silent, in seconds. Chosen: a batch takes less, also behind some others in the queue."""
@@ -87,9 +87,10 @@ def _explained(uid: ExpertUID, stub: StubBase, seconds: float | None) -> Iterato
     try:
         yield
     except TimeoutError:
+        waited = "in time" if seconds is None else f"within {seconds:g} s"
         raise TimeoutError(
-            f"expert {uid} of peer {stub.peer} did not answer within {seconds:g} s: its server is overloaded or has "
-            "stopped; `timeout` is how long to wait"
+            f"expert {uid} of peer {stub.peer} did not answer {waited}: its server is overloaded or has stopped; "
+            "`timeout` is how long to wait"
         ) from None
 
 
@@ -315,7 +316,7 @@ class _RemoteModuleCall(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, expert = ctx.saved_tensors, ctx.expert
         grads_on_cpu = [
-            grad.detach().cpu() if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+            grad.detach().cpu() if dtype.is_floating_point else torch.zeros(shape, dtype=dtype, device="cpu")
             for grad, (shape, dtype) in zip(grad_outputs, ctx.outputs, strict=True)
         ]
         on_cpu = [each.detach().cpu() for each in inputs]
