@@ -59,7 +59,7 @@ def test_inputs_are_flat_in_order_of_the_schema() -> None:
     assert [each.tolist() for each in outputs] == [[6], [[321, 321]]]
     assert not outputs[1].requires_grad
     info = backend.get_info()
-    assert [*info] == ["forward_schema", "outputs_schema", "keyword_names"]
+    assert [*info] == ["forward_schema", "outputs_schema", "keyword_names", "max_batch_size"]
     assert info["keyword_names"] == ("b", "a")
     assert info["outputs_schema"]["sum"].size == (None, 2)
     assert info["outputs_schema"]["number"].dtype == torch.int64

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal import DHT, P2PHandlerError
-from shoal.errors import P2PDaemonError, ReactorError, StreamClosedError
+from shoal.errors import P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
 from shoal.moe import handler
 from shoal.moe.declare import declare_experts, get_experts
 from shoal.moe.expert import (
@@ -169,6 +169,17 @@ def test_silent_server_is_a_timeout_and_learns_of_it(two: Swarm) -> None:
         with pytest.raises(TimeoutError, match="did not answer"):
             output.sum().backward()
         assert backward.cancelled.wait(30)
+
+
+def test_malformed_schemas_are_refused(two: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = expert(nn.Linear(2, 2), Row(2))
+    changes = [{"forward_schema": 7}, {"outputs_schema": ["x"]}, {"keyword_names": ("a",)}, {"max_batch_size": 0}]
+    with serving(two.server, {"e.0": backend}):
+        for info in (["x"], *[{**backend.get_info(), **change} for change in changes]):
+            monkeypatch.setattr(backend, "get_info", lambda info=info: info)
+            with pytest.raises(ProtocolError, match=r"malformed schemas of expert e\.0"):
+                two.expert()(torch.ones(1, 2))
+            monkeypatch.undo()
 
 
 def test_results_are_where_the_inputs_are(two: Swarm) -> None:

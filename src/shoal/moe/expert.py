@@ -33,7 +33,7 @@ from shoal.serving.tensors import receive_tensors, send_tensors
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 Schemas = Mapping[str, Any]
-"""What an expert takes and returns: ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
+"""What an expert takes and returns: ``forward_schema``, ``outputs_schema``, ``keyword_names``, ``max_batch_size``."""
 
 DUMMY = torch.empty(0, device="cpu", requires_grad=True)
 """An input that requires a gradient, so that autograd also calls ``backward`` if no other input does."""
@@ -41,6 +41,8 @@ DEFAULT_TIMEOUT = 60.0
 """How long a server may be silent, in seconds. Chosen: a batch takes less, also behind some others in the queue."""
 MAX_ANSWER_BYTES = 2**30
 """The most memory of an answer. Chosen: what servers accept."""
+ROWS_PER_REQUEST = 1024
+"""The most rows of a request to a server that does not say how many it takes. Chosen."""
 # Sending tensors may take so long. Chosen: 1 Mbit/s; training over slower lines is pointless.
 _LEAST_BYTES_PER_SECOND = 2**17
 
@@ -106,12 +108,13 @@ async def expert_info(uid: ExpertUID, stub: StubBase, timeout: float | None = DE
         info = MSGPackSerializer.loads(answer.info)
         args, kwargs = info["forward_schema"]
         info["forward_schema"], info["keyword_names"] = (tuple(args), dict(kwargs)), tuple(info["keyword_names"])
-        descriptions = [*nested_flatten(info["forward_schema"]), *nested_flatten(info["outputs_schema"])]
+        rows = info.setdefault("max_batch_size", ROWS_PER_REQUEST)
+        schemas = info["forward_schema"], info["outputs_schema"], info.get("grad_outputs_schema", ())
+        descriptions = [*nested_flatten(schemas)]
     except (ValueError, TypeError, KeyError) as e:
         raise ProtocolError(f"malformed schemas of expert {uid}: {type(e).__name__}: {e}") from None
-    if not all(isinstance(each, BatchTensorDescriptor) for each in descriptions) or set(kwargs) != {
-        *info["keyword_names"]
-    }:
+    is_valid = all(isinstance(each, BatchTensorDescriptor) for each in descriptions) and type(rows) is int and rows > 0
+    if not is_valid or {*kwargs} != {*info["keyword_names"]}:
         raise ProtocolError(f"malformed schemas of expert {uid}: {quoted(info)}")
     return cast(Schemas, info)
 

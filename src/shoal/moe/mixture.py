@@ -50,8 +50,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
-ROWS_PER_REQUEST = 1024
-"""The most rows of a request to a server that does not say how many it takes."""
 ASKED_FOR_SCHEMAS = 8
 """How many experts are asked at once what the experts of a grid take. Chosen: one living server is enough."""
 # An expert that has failed is avoided for so long, in seconds. Chosen: records of a dead server expire after a minute.
@@ -360,7 +358,7 @@ class _RemoteCallMany(torch.autograd.Function):
         inputs = [each.detach().cpu() for each in flat_inputs]
         if detect_anomalies:
             _check_finite("inputs", inputs)
-        groups = _groups(experts_per_sample, info.get("max_batch_size", ROWS_PER_REQUEST))
+        groups = _groups(experts_per_sample, info["max_batch_size"])
         rows = [[each[group.samples] for each in inputs] for group in groups]
 
         async def call(group: _Group, rows: Tensors) -> list[torch.Tensor]:
