@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import shoal
 from shoal.base.signs import make_output_plain
-from shoal.cli import archive, dht, monitor, tell_error, token
+from shoal.cli import archive, dht, monitor, server, tell_error, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
 from shoal.errors import ShoalError
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_parser(subparsers)
     monitor.add_parser(subparsers)
     archive.add_parsers(subparsers)
+    server.add_parser(subparsers)
     token.add_parser(subparsers)
     return parser
 
@@ -122,3 +123,8 @@ def hivemind_dht() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def hivemind_server() -> int:
+    """The command ``hivemind-server``: like ``shoal server``."""
+    return main(["server", *sys.argv[1:]])
