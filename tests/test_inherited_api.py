@@ -19,7 +19,7 @@ pytestmark = pytest.mark.oldest
 
 NAMES = {
     "shoal": """
-        RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts moe
+        RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts moe ModuleBackend Server register_expert_class
         DHT DecentralizedAverager Optimizer GradScaler TrainingAverager __version__
         averaging compression dht optim p2p utils
         CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
