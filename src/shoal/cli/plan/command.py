@@ -210,7 +210,7 @@ def run(arguments: argparse.Namespace) -> int:
             "ways": [{**asdict(each), "share": each.share, "fits": not each.problem} for each in found],
             "recommended": best and best.name,
             "reason": reason(found, best),
-            "better": better and {"option": better[0], "share": better[1].share},
+            "better": better and {"option": better[0], "way": better[1].name, "share": better[1].share},
             "measured": MEASURED,
             "assumed": ASSUMED,
         }
@@ -254,8 +254,8 @@ def show(
     say(reason(found, best))
     if better is not None and best is not None:
         option, after = better
-        how = ", a LowRankBoundary" if option.startswith("--boundary") else ""
-        say(f"With {option}{how}, cards would compute {percent(after.share)} of the time, not {percent(best.share)}.")
+        how = " (LowRankBoundary)" if option.startswith("--boundary") else ""
+        say(f"With {option}{how}: {after.name} would compute {percent(after.share)} of the time.")
     print()
     say("Measured:", *MEASURED)
     say("Assumed:", *ASSUMED)
