@@ -35,7 +35,7 @@ class LowRankBoundary(nn.Module):
         super().__init__()
         if not 1 <= rank <= width:
             raise ValueError(f"rank must be from 1 to the width of the model, {width}, got {rank}")
-        values = torch.randn(width, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        values = torch.randn(width, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
         basis = torch.linalg.qr(values).Q.float()
         self.down = nn.Linear(width, rank, bias=False)
         self.up = nn.Linear(rank, width, bias=False)
