@@ -15,13 +15,13 @@ class LowRankBoundary(nn.Module):
         first = lambda: nn.Sequential(*blocks[:4], LowRankBoundary(512, 64).down)
         second = lambda: nn.Sequential(LowRankBoundary(512, 64).up, *blocks[4:])
 
-    Both halves start as a projection onto one subspace: their first weights follow from the two sizes, not from
-    torch's random numbers, so halves that different peers make fit together. The module itself is both halves in a
-    row, for a model in one process.
+    ``down`` first normalizes its input; without that, a bottleneck costs far more loss. Both halves start as a
+    projection onto one subspace: their first weights follow from the two sizes, not from torch's random numbers, so
+    halves that different peers make fit together. The module itself is both in a row, for a model in one process.
 
     A bottleneck costs loss. ``benchmarks/boundaries.py`` measures how much, beside codecs. Bottlenecks between stages
     are one of the ways of SWARM (Ryabinin et al. 2023, arXiv 2301.11913). Protocol Models (Ramasinghe et al. 2025,
-    arXiv 2506.01260) go further: there, the weights of all stages are kept in one subspace, so that nothing is lost.
+    arXiv 2506.01260) go further: they confine activations to one subspace in all stages, so that each can restore them.
 
     Args:
         width: values for each token in the model: the last dimension of its activations.
@@ -37,11 +37,11 @@ class LowRankBoundary(nn.Module):
             raise ValueError(f"rank must be from 1 to the width of the model, {width}, got {rank}")
         values = torch.randn(width, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
         basis = torch.linalg.qr(values).Q.float()
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
+        down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
         with torch.no_grad():
-            self.down.weight.copy_(basis.T)
+            down.weight.copy_(basis.T)
             self.up.weight.copy_(basis)
+        self.down = nn.Sequential(nn.LayerNorm(width), down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Both halves: shape ``[..., width]`` to ``[..., width]``."""
