@@ -588,7 +588,7 @@ class StageCompute:
         return self.epoch
 
     async def go_to(self, step: int) -> None:
-        """Take the label of a step without making those before it: this stage begins anew in a run that goes on."""
+        """Take the label of a step without making those before it: the state of the stage is lost, and it starts over."""
         async with self._alone():
             if self.optimizer is None:
                 self._epoch = step
@@ -633,7 +633,7 @@ class StageCompute:
             loop.call_soon_threadsafe(changed.set)
 
         if self.optimizer is None:
-            await changed.wait()  # for ever
+            await changed.wait()  # never
             return
         self.optimizer.tracker.watch(wake)
         try:

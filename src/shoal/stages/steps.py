@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StageOptimizer = Optimizer | DiLoCo
-# Norms of so many steps are kept for peers of other stages. Chosen: stages are at most a few steps apart.
+# The number of steps whose norms are kept for peers of other stages. Chosen: stages are at most a few steps apart.
 MOST_STEPS = 8
 # As in torch: keeps the factor finite.
 _EPSILON = 1e-6
