@@ -430,7 +430,7 @@ async def test_newcomer_takes_over_the_newest_state(make_dhts):
 
 @pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
 async def test_a_stage_that_starts_over_takes_the_label_of_the_others(make_dhts, inner):
-    """All of its peers are gone. The next ones meet at the step of the other stages, and not at each one before it."""
+    """All of its peers have left. The next ones meet at the step of the other stages, and not at each one before it."""
     async with Peers() as peers:
         first, second = await add_two(peers, make_dhts, {"optimizer": SGD, **inner}, **inner)
         for stage in (first, second):

@@ -588,7 +588,7 @@ class StageCompute:
         return self.epoch
 
     async def go_to(self, step: int) -> None:
-        """Take the label of a step without making those before it: the state of the stage is lost, and it starts over."""
+        """Take the label of a step without making those before it, because the state of the stage is lost."""
         async with self._alone():
             if self.optimizer is None:
                 self._epoch = step
