@@ -90,7 +90,7 @@ class StagesView:
             if record is None:
                 records.pop(peer, None)
                 continue
-            if record.moves_to is not None and before is not None and before.moves_to is None:
+            if record.is_leaving and record.moves_to is not None and before is not None and not before.is_leaving:
                 name = shown_name(record.name) or short_id(str(peer))
                 moving.append((peer, f"{name} moves from stage {stage} to stage {record.moves_to}"))
             records[peer] = record, until
