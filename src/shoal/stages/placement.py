@@ -93,8 +93,8 @@ def stage_for_newcomer(peers: Peers, newcomer: PeerID, since: float) -> int:
     its peer id decides.
 
     Args:
-        since: DHT time at which the newcomer first declared a stage; infinite before. Others that have begun to join later
-            give way, so they count only between stages that are equally poor.
+        since: DHT time at which the newcomer first declared a stage; infinite before. Others that have begun to join
+            later give way, so they count only between stages that are equally poor.
     """
     own = since, rank_of(newcomer, 0)
     later = {
