@@ -10,58 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal import Optimizer, load_archive
-from shoal.archive.contents import Contents
+from shoal import load_archive
+from shoal.archive.contents import CheckedState
 from shoal.archive.keeping import SECONDS_FOR_ONE_EPOCH, Archiver, StagesMissing, Together
 from shoal.archive.reviving import Revival
 from shoal.archive.store import Store
 from shoal.averaging.messages import StateChunk
 from shoal.averaging.state.donor import StateSharing
 from shoal.errors import ArchiveError
-from shoal.stages.directory import StageDirectory, StageRecord, name_of_stage, stages_of
+from shoal.stages.directory import name_of_stage, stages_of
 from shoal.testing import run
+from tests.archive.stage_peers import STAGES, StagePeer, make_stage
 from tests.archive.states import RUN, small_state
 from tests.optim.conftest import in_parallel, values
-
-STAGES = 3
-
-
-def make_stage(number: int, seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed + number)
-    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6) if number == 1 else torch.nn.Tanh())
-
-
-class StagePeer:
-    """A peer that holds one stage, and trains it alone on random data. Its record is in the directory of stages."""
-
-    def __init__(self, dht, number: int, seed: int = 0) -> None:
-        self.dht, self.number, self.module = dht, number, make_stage(number, seed)
-        self.opt = Optimizer(
-            dht=dht,
-            run_id=name_of_stage(RUN, number),
-            target_batch_size=16,
-            optimizer=torch.optim.Adam(self.module.parameters(), lr=0.05),
-            model=self.module,
-            matchmaking_time=5.0,
-        )
-        self.directory = dht.run_coroutine(self._declare)
-
-    async def _declare(self, _, node) -> StageDirectory:
-        directory = StageDirectory(node, node.p2p, RUN, STAGES)
-        await directory.declare(StageRecord(stage=self.number, epoch=0, rate=1.0))
-        return directory
-
-    def train_until(self, epoch: int) -> None:
-        rng, pause = torch.Generator().manual_seed(self.number), threading.Event()
-        while self.opt.local_epoch < epoch:
-            self.opt.zero_grad()
-            self.module(torch.randn(8, 6, generator=rng)).square().mean().backward()
-            self.opt.step(batch_size=8)
-            pause.wait(0.02)
-
-    def shutdown(self) -> None:
-        self.opt.shutdown()
-        self.dht.run_coroutine(lambda *_: self.directory.stop())
 
 
 @pytest.fixture
@@ -156,7 +117,7 @@ def test_a_stage_without_donor_is_named_and_others_are_kept(make_stages, archive
     with pytest.raises(ArchiveError, match=r"has no stage 1: it has 0, 2"):
         Store.open(tmp_path / "000001-epoch-2", stage=1)
 
-    earlier = {n: Contents.of(name_of_stage(RUN, n), "Optimizer", small_state(1)) for n in range(STAGES)}
+    earlier = {n: CheckedState.of(name_of_stage(RUN, n), "Optimizer", small_state(1)) for n in range(STAGES)}
     Store(tmp_path).write_contents(RUN, earlier, count=STAGES)
     with pytest.raises(StagesMissing, match=r"stage 1 is of epoch 1, archived .* UTC"):
         keeping.write_one()
@@ -166,7 +127,7 @@ def test_a_stage_without_donor_is_named_and_others_are_kept(make_stages, archive
 
 
 def test_older_stages_are_served_at_the_newest_epoch(make_dhts, closing, tmp_path: Path) -> None:
-    states = {n: Contents.of(name_of_stage(RUN, n), "Optimizer", small_state(5 + n)) for n in range(2)}
+    states = {n: CheckedState.of(name_of_stage(RUN, n), "Optimizer", small_state(5 + n)) for n in range(2)}
     Store(tmp_path).write_contents(RUN, states, count=2)
     revival = closing(Revival(make_dhts(1)[0], Store.open(tmp_path, stage=0)))
     [offer] = revival._offers

@@ -87,7 +87,7 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckedState:
     """A state of a run, or of one of its stages, that was checked and can be stored."""
 
     run: str
@@ -98,7 +98,7 @@ class Contents:
     """If it comes from an earlier archive: when that was written."""
 
     @classmethod
-    def of(cls, run: str, kind: str, state: State, written: str = "") -> Contents:
+    def of(cls, run: str, kind: str, state: State, written: str = "") -> CheckedState:
         """Check a state.
 
         Raises:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.access.badges import Roles
-from shoal.archive.contents import EPOCHS, PREFIXES, Contents, epoch_of
+from shoal.archive.contents import EPOCHS, PREFIXES, CheckedState, epoch_of
 from shoal.archive.manifest import Manifest
 from shoal.archive.store import Store, memory_of_this_machine, told_of_stages
 from shoal.averaging.finite import first_not_finite
@@ -125,16 +125,15 @@ class RunSource:
     Args:
         dht: of this peer.
         run_id: of the optimizers.
+        trust: ranks the donors.
         rate: the most bytes to download per second.
     """
 
-    def __init__(self, dht: DHT, run_id: str, rate: float) -> None:
+    def __init__(self, dht: DHT, run_id: str, trust: Trust, rate: float = math.inf) -> None:
         self.run_id = run_id
-        self.tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
-        trust = TrackedTrust(self.tracker)
         self._sources = {kind: downloads_of(dht, run_id, kind, trust, rate) for kind in PREFIXES}
 
-    async def take(self, together: Together | None = None, stage: int = 0) -> Contents:
+    async def take(self, together: Together | None = None, stage: int = 0) -> CheckedState:
         """Download the state, and check that it can be kept.
 
         Args:
@@ -151,7 +150,7 @@ class RunSource:
                 if found is None:
                     continue
                 try:
-                    return await run_in_worker(Contents.of, self.run_id, kind, found[0])
+                    return await run_in_worker(CheckedState.of, self.run_id, kind, found[0])
                 except ValueError as e:
                     self._refuse(source, found[1], f"the state of {found[1]} is not kept: {e}", bad)
                     break
@@ -242,7 +241,9 @@ class Archiver:
         self._dht, self._run_id, self._store = dht, run_id, store
         self._every, self._keep, self._rate, self._say = every, keep, rate, say
         self._find_stages = find_stages
-        self._run = RunSource(dht, run_id, rate)
+        # By stage, and for the run as a whole under ``None``.
+        self._trackers: dict[int | None, ProgressTracker] = {}
+        self._run = self._follow(None, run_id, rate)
         # By number; empty while it is not known that the run has stages.
         self._stages: dict[int, RunSource] = {}
         self._further: str | None = None
@@ -251,8 +252,13 @@ class Archiver:
 
     def close(self) -> None:
         """Leave the run."""
-        for source in [self._run, *self._stages.values()]:
-            source.tracker.shutdown(1.0)
+        for tracker in self._trackers.values():
+            tracker.shutdown(1.0)
+
+    def _follow(self, stage: int | None, run_id: str, rate: float) -> RunSource:
+        """Begin to follow the progress of a run, or of a stage."""
+        self._trackers[stage] = tracker = ProgressTracker(self._dht, run_id, 1, client_mode=True, start=True)
+        return RunSource(self._dht, run_id, TrackedTrust(tracker), rate)
 
     def run(self, stop: threading.Event) -> None:
         """Write archives until ``stop`` is set. Failures are reported, and it tries again when the next one is due."""
@@ -309,9 +315,8 @@ class Archiver:
         latest = self.latest
         if latest is None:
             return True
-        known = {n: each.epoch for n, each in (latest.stages or {}).items()}
-        pairs = [(self._stages[n].tracker.global_epoch, epoch) for n, epoch in known.items() if n in self._stages]
-        return any(now != epoch for now, epoch in pairs or [(self._run.tracker.global_epoch, latest.epoch)])
+        epochs: dict[int | None, int] = {n: each.epoch for n, each in (latest.stages or {}).items()}
+        return any(self._trackers[n].global_epoch != epoch for n, epoch in (epochs or {None: latest.epoch}).items())
 
     def write_one(self) -> Manifest:
         """Download the state and write one archive; older ones are removed if there are too many.
@@ -321,7 +326,7 @@ class Archiver:
             ArchiveError: no donor serves the state, or it could not be written. Earlier archives are unharmed.
             ShoalError: the download failed.
         """
-        self._run.tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
+        self._trackers[None].fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
         # Read the pass before the state: chunks that are done by now are in the state, or at most in lost gradients.
         data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
         try:
@@ -345,7 +350,7 @@ class Archiver:
             self._say(f"the stages were not at the same epoch: {text}")
         return self.latest
 
-    def _download(self) -> tuple[dict[int | None, Contents], dict[int, ShoalError]]:
+    def _download(self) -> tuple[dict[int | None, CheckedState], dict[int, ShoalError]]:
         """The state of the run, or those of its stages; and why stages could not be had."""
         if not self._stages:
             try:
@@ -365,15 +370,15 @@ class Archiver:
                 f"{self._rate:g}"
             )
         for stage, run_id in found.items():
-            self._stages[stage] = RunSource(self._dht, run_id, self._rate / len(found))
-        for source in self._stages.values():
-            source.tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
+            self._stages[stage] = self._follow(stage, run_id, self._rate / len(found))
+        for tracker in self._trackers.values():
+            tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
         return bool(found)
 
-    async def _take_stages(self, *_: Any) -> tuple[dict[int | None, Contents], dict[int, ShoalError]]:
+    async def _take_stages(self, *_: Any) -> tuple[dict[int | None, CheckedState], dict[int, ShoalError]]:
         together, lost = Together(self._stages), dict[int, ShoalError]()
 
-        async def take(stage: int, source: RunSource) -> tuple[int, Contents] | None:
+        async def take(stage: int, source: RunSource) -> tuple[int, CheckedState] | None:
             try:
                 return stage, await source.take(together, stage)
             except ShoalError as e:
@@ -382,7 +387,7 @@ class Archiver:
                 return None
 
         taken = await asyncio.gather(*(take(stage, source) for stage, source in self._stages.items()))
-        contents: dict[int | None, Contents] = dict(filter(None, taken))
+        contents: dict[int | None, CheckedState] = dict(filter(None, taken))
         if not contents:
             raise next(iter(lost.values()))
         return contents, dict(sorted(lost.items()))

@@ -106,12 +106,9 @@ class Offer:
     ) -> None:
         self._dht, self._kind, self.epoch = dht, kind, epoch
         self._tracker = ProgressTracker(dht, run_id, 1, start=False)
-        self._tracker.board.donate(epoch, get_dht_time())
-        if rounds:
-            self._tracker.compare_rounds()
-            self._tracker.adopt_lineage(Lineage.unpack(rounds), epoch)
         self._others = downloads_of(dht, run_id, kind)
         self.donor = Donor(dht, run_id, kind, epoch, read)
+        self._tell(rounds)
 
     def start(self) -> None:
         """Begin to serve the state."""
@@ -119,11 +116,17 @@ class Offer:
         self._tracker.run_in_background()
         self._tracker.look_after_others()  # which also makes it publish at once
 
-    def replace(self, epoch: int, read: ReadState) -> None:
+    def _tell(self, rounds: bytes | None) -> None:
+        self._tracker.board.donate(self.epoch, get_dht_time())
+        if rounds:
+            self._tracker.compare_rounds()
+            self._tracker.adopt_lineage(Lineage.unpack(rounds), self.epoch)
+
+    def replace(self, epoch: int, read: ReadState, rounds: bytes | None = None) -> None:
         """Serve another state of the same run from now on, or the same one as of another epoch."""
         self.epoch = epoch
         self.donor.serve(epoch, read)
-        self._tracker.board.donate(epoch, get_dht_time())
+        self._tell(rounds)
         self._tracker.look_after_others()
 
     async def find_other(self) -> PeerID | None:

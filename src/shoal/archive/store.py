@@ -37,7 +37,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import Contents, Order, Piece, epoch_of, has_names, order_of, put_together
+from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, has_names, order_of, put_together
 from shoal.archive.manifest import MANIFEST, STAGES, File, Manifest, NotWholeError, StageEntry, prefix_of
 from shoal.averaging.state.download import State
 from shoal.base.logs import one_line, quoted
@@ -213,12 +213,12 @@ class Store:
             ValueError: the state is malformed, or has parameters that are not finite.
             ArchiveError: it could not be written; earlier archives are unharmed.
         """
-        return self.write_contents(run_id, {None: Contents.of(run_id, kind, state)}, data, is_private=is_private)
+        return self.write_contents(run_id, {None: CheckedState.of(run_id, kind, state)}, data, is_private=is_private)
 
     def write_contents(
         self,
         run_id: str,
-        contents: Mapping[int | None, Contents],
+        contents: Mapping[int | None, CheckedState],
         data: dict[str, Any] | None = None,
         *,
         count: int = 0,
@@ -251,7 +251,7 @@ class Store:
             raise self._not_written(epoch, e) from e
         return manifest
 
-    def _write_files(self, folder: str, prefix: str, contents: Contents, is_private: bool) -> dict[str, File]:
+    def _write_files(self, folder: str, prefix: str, contents: CheckedState, is_private: bool) -> dict[str, File]:
         """Write the files of one state."""
         order = order_of(contents.pieces)
         values = {"metadata": contents.state.metadata, "order": order, "private": is_private}
@@ -445,7 +445,7 @@ class Store:
         except Exception as e:  # the hash is right, so another program wrote it with other contents
             raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {_words(e)}") from e
 
-    def newest_of_stage(self, stage: int, last: int) -> Contents | None:
+    def newest_of_stage(self, stage: int, last: int) -> CheckedState | None:
         """The newest state of a stage in a good archive, up to an epoch; ``None``: there is none.
 
         If the run has started over, the archives of its earlier life are of later epochs.
@@ -455,7 +455,7 @@ class Store:
             if entry is not None and entry.epoch <= last:
                 try:
                     found = self.read(folder, stage)
-                    return Contents.of(found.run_id, found.kind, found.state, found.manifest.written)
+                    return CheckedState.of(found.run_id, found.kind, found.state, found.manifest.written)
                 except (ArchiveError, ValueError) as e:
                     logger.warning("stage %d is not taken from an earlier archive: %s", stage, e)
         return None
@@ -605,7 +605,7 @@ def _is_known(name: str) -> bool:
     return name in (VALUES, DATA) or name.endswith(".safetensors")
 
 
-def _describe(run_id: str, contents: Mapping[int | None, Contents], count: int, files: dict[str, File]) -> Manifest:
+def _describe(run_id: str, contents: Mapping[int | None, CheckedState], count: int, files: dict[str, File]) -> Manifest:
     """The manifest of an archive with these states and files."""
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     if None in contents:
