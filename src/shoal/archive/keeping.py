@@ -341,11 +341,14 @@ class Archiver:
         self.latest = self._store.write_contents(self._run_id, contents, data, count=count, is_private=is_private)
         self._tell_further(self._store.prune(self._keep))
         if lost:
-            why = "; ".join(f"stage {stage}: {e}" for stage, e in lost.items())
-            raise StagesMissing(
-                f"the archive of epoch {self.latest.epoch} has the other stages, but not all are up to date: {why}; "
-                f"{told_of_stages(self.latest)}"
-            )
+            taken = {
+                stage: f"its state of epoch {contents[stage].epoch} is taken from an earlier archive"
+                if stage in contents
+                else "no archive has its state either"
+                for stage in lost
+            }
+            why = "; ".join(f"stage {stage}: {e}, and {taken[stage]}" for stage, e in lost.items())
+            raise StagesMissing(f"the archive of epoch {self.latest.epoch} is written, but not all is new: {why}")
         if text := told_of_stages(self.latest):
             self._say(f"the stages were not at the same epoch: {text}")
         return self.latest
