@@ -52,7 +52,7 @@ LEAST_RATE = 1e5
 # Donors of some stages may be at an earlier epoch than those of others. They are asked again after the first number of
 # seconds, until the second one has passed. Chosen: stages step within seconds of each other, and a donor waits a minute
 # for a newcomer.
-SECONDS_TO_ASK_AGAIN, SECONDS_FOR_ONE_EPOCH = 2.0, 20.0
+SECONDS_TO_ASK_AGAIN, SECONDS_FOR_ONE_EPOCH = 4.0, 20.0
 # Up to how many processes of a peer are looked for that share the model. Chosen: larger machines are rare.
 MOST_PROCESSES = 16
 
