@@ -22,7 +22,7 @@ from shoal.stages.directory import name_of_stage, stages_of
 from shoal.testing import run
 from tests.archive.stage_peers import STAGES, StagePeer, make_stage
 from tests.archive.states import RUN, small_state
-from tests.optim.conftest import in_parallel, values
+from tests.optim.conftest import in_parallel, values, wait_until
 
 
 @pytest.fixture
@@ -54,17 +54,22 @@ def test_all_stages_are_one_archive_from_which_the_run_continues(
     make_stages, make_dhts, archiver, closing, tmp_path: Path
 ) -> None:
     stages = make_stages({0: 2, 1: 2, 2: 2}, 3)
-    manifest = archiver().write_one()
+    keeping = archiver()
+    manifest = keeping.write_one()
     assert (manifest.epoch, manifest.count, {each.epoch for each in manifest.stages.values()}) == (3, 3, {3})
+    assert not keeping._is_news()
+    trained = {n: values(peer.module) for n, [peer, _] in stages.items()}
+    in_parallel(*[lambda p=peer: p.train_until(4) for peer in stages[2]])
+    wait_until(keeping._is_news, "it hears that a stage has made a step")
     whole = torch.nn.Sequential(*(make_stage(n, seed=7) for n in range(STAGES)))
     found = load_archive(tmp_path, whole)
-    for number, [peer, _] in stages.items():
-        assert torch.equal(values(whole[number]), values(peer.module))
+    for number, expected in trained.items():
+        assert torch.equal(values(whole[number]), expected)
     assert torch.equal(whole[1][1].running_mean, found.stages[1].tensors["1.running_mean"])
     whole.load_state_dict(found.state_dict)
     inner = torch.optim.Adam((one := make_stage(2, seed=7)).parameters())
     assert load_archive(tmp_path, one, inner, stage=2).run_id == name_of_stage(RUN, 2)
-    assert torch.equal(values(one), values(stages[2][0].module))
+    assert torch.equal(values(one), trained[2])
     assert len(inner.state) == 2
 
     for peers in stages.values():

@@ -315,8 +315,11 @@ class Archiver:
         latest = self.latest
         if latest is None:
             return True
-        epochs: dict[int | None, int] = {n: each.epoch for n, each in (latest.stages or {}).items()}
-        return any(self._trackers[n].global_epoch != epoch for n, epoch in (epochs or {None: latest.epoch}).items())
+        if not self._stages:
+            return self._trackers[None].global_epoch != latest.epoch
+        kept = {stage: each.epoch for stage, each in (latest.stages or {}).items()}
+        epochs = {stage: self._trackers[stage].global_epoch for stage in self._stages}
+        return any(epoch not in (0, kept.get(stage)) for stage, epoch in epochs.items())  # 0: nobody is there
 
     def write_one(self) -> Manifest:
         """Download the state and write one archive; older ones are removed if there are too many.
@@ -392,7 +395,8 @@ class Archiver:
         taken = await asyncio.gather(*(take(stage, source) for stage, source in self._stages.items()))
         contents: dict[int | None, CheckedState] = dict(filter(None, taken))
         if not contents:
-            raise next(iter(lost.values()))
+            others = [e for e in lost.values() if not isinstance(e, _NobodyGives)]
+            raise next(iter(others), _NobodyGives(f"no peer serves the state of any stage of run {self._run_id!r}"))
         return contents, dict(sorted(lost.items()))
 
     async def _tell_sharded(self, _: DHT, node: DHTNode) -> str:
