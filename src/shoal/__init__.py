@@ -64,6 +64,14 @@ _HOMES = {
         "nested_map",
         "nested_pack",
     ),
+    "shoal.moe": (
+        "ModuleBackend",
+        "RemoteExpert",
+        "RemoteMixtureOfExperts",
+        "RemoteSwitchMixtureOfExperts",
+        "Server",
+        "register_expert_class",
+    ),
     "shoal.optim": (
         "DiLoCo",
         "GradScaler",
@@ -93,7 +101,7 @@ _HOMES = {
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
+_ROOMS = ("averaging", "compression", "data", "dht", "moe", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.archive import load_archive
@@ -138,6 +146,14 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.moe import (
+        ModuleBackend,
+        RemoteExpert,
+        RemoteMixtureOfExperts,
+        RemoteSwitchMixtureOfExperts,
+        Server,
+        register_expert_class,
+    )
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -168,6 +184,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "ModuleBackend",
     "MultiProcessDiLoCo",
     "MultiProcessOptimizer",
     "NoCompression",
@@ -179,10 +196,14 @@ __all__ = [
     "PerTensorCompression",
     "PerformanceEMA",
     "Quantile8BitQuantization",
+    "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SerializedTensor",
     "SerializerBase",
+    "Server",
     "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorMetadata",
@@ -204,6 +225,7 @@ __all__ = [
     "nested_flatten",
     "nested_map",
     "nested_pack",
+    "register_expert_class",
     "serialize_torch_tensor",
     "strided_fragments",
     "switch_to_uvloop",

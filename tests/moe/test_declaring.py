@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from shoal.moe.declare import declare_experts, withdraw_experts
+from shoal.moe.declare import declare_experts, get_experts, withdraw_experts
 from shoal.moe.uids import is_valid_prefix, is_valid_uid, split_uid
 from tests.moe.swarms import soon, swarm
 
@@ -60,3 +62,25 @@ def test_only_own_records_are_withdrawn() -> None:
         assert second.get("e.1.2", latest=True).value is None  # type: ignore[union-attr]
         assert second.get("e.1.3", latest=True).value == second.peer_id.to_base58()  # type: ignore[union-attr]
         assert declare_experts(first, ["f.1"], until + 1)["f.1"], "a server that starts again"
+
+
+def test_experts_are_found_by_uid_also_after_peers_left() -> None:
+    with swarm(8) as dhts:
+        uids = [f"ffn.{n}.{n // 2}" for n in range(20)]
+        for n, dht in enumerate(dhts[2:4]):
+            declare_experts(dht, uids[n * 10 : n * 10 + 10], soon())
+        dhts[0].store("bad.0", "no peer", soon())
+        dhts[0].store("bad.1", 7, soon())
+        dhts[0].shutdown()
+        dhts[1].shutdown()
+        asked = [uids[3], "ffn.99", uids[17], "bad.0", "bad.1", "ffn.3.", uids[3]]
+        found = get_experts(dhts[7], asked)
+        expected = [(uids[3], dhts[2]), None, (uids[17], dhts[3]), None, None, None, (uids[3], dhts[2])]
+        assert [each and (each.uid, each.peer_id) for each in found] == [
+            each and (each[0], each[1].peer_id) for each in expected
+        ]
+        with ThreadPoolExecutor(1) as threads:  # a thread without an event loop
+            future = threads.submit(get_experts, dhts[7], [uids[3]], soon(1000), return_future=True).result()
+        assert future.result() == [None], "none is declared for so long"
+        with pytest.raises(AssertionError, match="got a text"):
+            get_experts(dhts[7], uids[0])

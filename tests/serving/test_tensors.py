@@ -58,10 +58,11 @@ async def test_structure_arrives_as_it_was_sent(kind: str) -> None:
             "a": large.clone().requires_grad_(),
             "scalar": torch.tensor(3.0, dtype=torch.float64),
             "none": torch.empty(0, 4),
+            "expanded": torch.tensor(3.0).expand(1, 1),
             "transposed": large[:, :7].T,
         },
     )
-    assert list(back) == ["b", "a", "scalar", "none", "transposed"]
+    assert list(back) == ["b", "a", "scalar", "none", "expanded", "transposed"]
     assert back["b"][1:] == [None, (True, 2, 0.5, "text")]
     assert torch.equal(back["b"][0], torch.arange(5))
     assert back["a"].requires_grad
@@ -69,6 +70,7 @@ async def test_structure_arrives_as_it_was_sent(kind: str) -> None:
     assert back["scalar"].shape == ()
     assert back["scalar"] == 3
     assert back["none"].shape == (0, 4)
+    assert back["expanded"].tolist() == [[3]]
     assert torch.equal(back["transposed"], large[:, :7].T)
 
 

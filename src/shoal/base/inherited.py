@@ -20,6 +20,56 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
         "shoal.averaging.round.parts": "DEFAULT_PART_SIZE_BYTES",
         "shoal.errors": "AllreduceException BannedException",
     },
+    "shoal.moe.client": {
+        "shoal.moe.expert": "RemoteExpert",
+        "shoal.moe.mixture": "RemoteMixtureOfExperts",
+        "shoal.moe.switch": "RemoteSwitchMixtureOfExperts",
+    },
+    "shoal.moe.client.beam_search": {"shoal.moe.beam_search": "MoEBeamSearcher"},
+    "shoal.moe.client.expert": {
+        "shoal.moe.expert": (
+            "DUMMY RemoteExpert batch_create_remote_experts create_remote_experts expert_backward expert_forward "
+            "get_server_stub"
+        ),
+    },
+    "shoal.moe.client.moe": {"shoal.moe.mixture": "RemoteMixtureOfExperts _RemoteCallMany"},
+    "shoal.moe.client.remote_expert_worker": {"shoal.moe.expert": "RemoteExpertWorker"},
+    "shoal.moe.client.switch_moe": {"shoal.moe.switch": "RemoteSwitchMixtureOfExperts"},
+    "shoal.moe.expert_uid": {
+        "shoal.moe.uids": (
+            "Coordinate ExpertInfo ExpertPrefix ExpertUID FLAT_EXPERT Score UID_DELIMITER is_valid_prefix "
+            "is_valid_uid split_uid"
+        ),
+    },
+    "shoal.moe.server": {
+        "shoal.moe.backend": "ModuleBackend",
+        "shoal.moe.background": "background_server",
+        "shoal.moe.declare": "declare_experts get_experts",
+        "shoal.moe.expert_server": "Server",
+        "shoal.moe.layers": "register_expert_class",
+    },
+    "shoal.moe.server.checkpoints": {
+        "shoal.moe.checkpoints": "CheckpointSaver is_directory load_experts store_experts",
+    },
+    "shoal.moe.server.connection_handler": {"shoal.moe.handler": "ConnectionHandler"},
+    "shoal.moe.server.dht_handler": {
+        "shoal.moe.declare": "declare_experts get_experts",
+        "shoal.moe.dht_handler": "DHTHandlerThread",
+    },
+    "shoal.moe.server.layers": {
+        "shoal.moe.layers": (
+            "add_custom_models_from_file name_to_block name_to_input register_expert_class schedule_name_to_scheduler"
+        ),
+    },
+    "shoal.moe.server.layers.lr_schedule": {"shoal.moe.layers": "get_linear_schedule_with_warmup"},
+    "shoal.moe.server.layers.optim": {"shoal.moe.layers": "ClippingWrapper OptimizerWrapper"},
+    "shoal.moe.server.module_backend": {"shoal.moe.backend": "ModuleBackend"},
+    "shoal.moe.server.runtime": {"shoal.serving.runtime": "Runtime StatsReporter"},
+    "shoal.moe.server.server": {
+        "shoal.moe.background": "background_server",
+        "shoal.moe.expert_server": "Server _generate_uids",
+    },
+    "shoal.moe.server.task_pool": {"shoal.serving.task_pool": "Task TaskPool TaskPoolBase"},
     "shoal.p2p.p2p_daemon": {
         "shoal.base.extras": "DEFAULT_MAX_MSG_SIZE",
         "shoal.p2p.p2p": "P2P",

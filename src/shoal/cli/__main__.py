@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import shoal
 from shoal.base.signs import make_output_plain
-from shoal.cli import archive, dht, monitor, tell_error, token
+from shoal.cli import archive, dht, monitor, server, tell_error, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
+from shoal.cli.plan import command as plan
 from shoal.errors import ShoalError
 
 
@@ -54,10 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}", help="show the version")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(subparsers)
+    plan.add_parser(subparsers)
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
     monitor.add_parser(subparsers)
     archive.add_parsers(subparsers)
+    server.add_parser(subparsers)
     token.add_parser(subparsers)
     return parser
 
@@ -122,3 +125,8 @@ def hivemind_dht() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def hivemind_server() -> int:
+    """The command ``hivemind-server``: like ``shoal server``."""
+    return main(["server", *sys.argv[1:]])

@@ -331,7 +331,10 @@ def _cut(copy: torch.Tensor, original: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor as writable bytes (format ``B``), without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # a single value, of an expanded tensor
+        flat = flat.as_strided(flat.shape, (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How experts are declared in the DHT.
+"""How experts are declared in the DHT, and found there by their uids.
 
 ======================================  ===========================================  ==================================
 record                                  key, subkey                                  value
@@ -22,17 +22,20 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
-from shoal.base.clock import DHTExpiration
+from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.reactor import AwaitableFuture
 from shoal.dht import DHT, DHTNode
-from shoal.dht.storage import Subkey
+from shoal.dht.storage import Subkey, ValueWithExpiration
+from shoal.moe.expert import Experts, experts_from
 from shoal.moe.uids import (
     FLAT_EXPERT,
     UID_DELIMITER,
+    ExpertInfo,
     ExpertUID,
     is_valid_uid,
     split_uid,
 )
+from shoal.p2p import PeerID
 
 Place = tuple[str, Subkey | None]
 """A key with its subkey."""
@@ -71,13 +74,16 @@ def declare_experts(
     return dht.run_coroutine(declare) if wait else dht.run_coroutine(declare, return_future=True)
 
 
-def withdraw_experts(dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExpiration) -> dict[Any, bool]:
+def withdraw_experts(
+    dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExpiration, wait: bool = True
+) -> dict[Any, bool] | AwaitableFuture[dict[Any, bool]]:
     """Take back what this peer has declared, where no other peer has taken its place.
 
     Args:
         dht: the DHT with which the experts were declared.
         uids: the experts.
         declared_until: the latest expiration time with which they were declared.
+        wait: wait until that is stored; otherwise return a future.
 
     Returns:
         Whether each record that named this peer was withdrawn.
@@ -85,7 +91,31 @@ def withdraw_experts(dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExp
     Raises:
         AssertionError: ``uids`` is no sequence of valid uids.
     """
-    return dht.run_coroutine(partial(_withdraw, uids=_checked(uids), declared_until=declared_until))
+    withdraw = partial(_withdraw, uids=_checked(uids), declared_until=declared_until)
+    return dht.run_coroutine(withdraw) if wait else dht.run_coroutine(withdraw, return_future=True)
+
+
+def get_experts(
+    dht: DHT, uids: Sequence[ExpertUID], expiration_time: DHTExpiration | None = None, return_future: bool = False
+) -> Experts | AwaitableFuture[Experts]:
+    """Find experts by their uids. Their servers are not called.
+
+    Args:
+        dht: a DHT of the swarm.
+        uids: the experts.
+        expiration_time: ignore records that expire before this DHT time; default: now.
+        return_future: return at once.
+
+    Returns:
+        For each uid the expert, or ``None`` if nobody has declared it.
+
+    Raises:
+        AssertionError: ``uids`` is a single text.
+    """
+    assert not isinstance(uids, str), "uids must be a list of uids, got a text"
+    limit = get_dht_time() if expiration_time is None else expiration_time
+    get = partial(_get, uids=list(uids), limit=limit)
+    return dht.run_coroutine(get, return_future=True) if return_future else dht.run_coroutine(get)
 
 
 def _checked(uids: Sequence[ExpertUID]) -> list[ExpertUID]:
@@ -138,3 +168,18 @@ async def _withdraw(
     own = dict.fromkeys(filter(is_own, places))
     # Later than the declaration, because the DHT keeps what expires last.
     return await _store(node, own, math.nextafter(declared_until, math.inf))
+
+
+async def _get(dht: DHT, node: DHTNode, *, uids: list[ExpertUID], limit: DHTExpiration) -> Experts:
+    found = await node.get_many(list(dict.fromkeys(filter(is_valid_uid, uids))), limit)
+    return experts_from([_info_from(uid, found.get(uid), limit) for uid in uids], node.p2p)
+
+
+def _info_from(uid: ExpertUID, item: ValueWithExpiration[Any] | None, limit: DHTExpiration) -> ExpertInfo | None:
+    """What a uid's record says; ``None`` if it is absent, expires before the limit, or is malformed."""
+    if item is None or item.expiration_time < limit or not isinstance(item.value, str):
+        return None
+    try:
+        return ExpertInfo(uid, PeerID.from_base58(item.value))
+    except ValueError:
+        return None

@@ -78,6 +78,9 @@ class ExpertLimits:
     """The most memory of their results."""
 
 
+DEFAULT_LIMITS = ExpertLimits()
+
+
 class Pool(Protocol):
     """Requests that wait for the computing thread."""
 
@@ -88,12 +91,18 @@ class Pool(Protocol):
 class Backend(Protocol):
     """An expert, as far as calls are concerned."""
 
-    forward_pool: Pool
-    backward_pool: Pool
     forward_schema: Any
     outputs_schema: Any
     grad_inputs_schema: Any
     grad_outputs_schema: Any
+
+    @property
+    def forward_pool(self) -> Pool:
+        """Where forward passes wait."""
+
+    @property
+    def backward_pool(self) -> Pool:
+        """Where backward passes wait."""
 
     def get_info(self) -> dict[str, Any]:
         """What callers may know of it."""
@@ -192,7 +201,7 @@ class ExpertService(ServicerBase):
         backends: the experts by uid.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], limits: ExpertLimits = ExpertLimits()) -> None:
+    def __init__(self, backends: Mapping[str, Backend], limits: ExpertLimits = DEFAULT_LIMITS) -> None:
         self._backends, self._limits = backends, limits
         self._passes = _Passes(limits.remembered, limits.remembered_bytes)
         self._held = 0
@@ -299,9 +308,8 @@ class ConnectionHandler(Facade):
         balanced: bool = True,
         shutdown_timeout: float = 3,
         start: bool = False,
-        limits: ExpertLimits = ExpertLimits(),
+        limits: ExpertLimits = DEFAULT_LIMITS,
     ) -> None:
-        check_dht(dht)
         self.dht, self.module_backends, self.shutdown_timeout = dht, module_backends, shutdown_timeout
         self._service = ExpertService(module_backends, limits)
         self._portal = Portal("ConnectionHandler")
@@ -317,6 +325,7 @@ class ConnectionHandler(Facade):
             P2PDaemonError: other experts are served on this DHT already.
         """
         if self._started is None:
+            check_dht(self.dht)
             self._started = self._portal.submit(self._start(self.dht.p2p))
         if await_ready:
             self._started.result(timeout)

@@ -60,12 +60,19 @@ class Runtime(threading.Thread):
         self.stats_report_interval = stats_report_interval
         self._bell, self._is_ending = threading.Event(), False
         self._numbers = itertools.count()
+        self._worker: threading.Thread | None = None
+        self._has_ended = threading.Event()
 
-    def run(self) -> None:
-        """Work until :meth:`shutdown`."""
+    def move_modules(self) -> None:
+        """Move all modules to the device."""
         for backend in self.module_backends.values():
             if self.device is not None:
                 backend.module.to(self.device)
+
+    def run(self) -> None:
+        """Work until :meth:`shutdown`, in a thread of its own after ``start``, or in that of the caller."""
+        self._worker = threading.current_thread()
+        self.move_modules()
         for pool in self.pools:
             pool.set_bell(self._bell)
         stats = StatsReporter(self.stats_report_interval) if self.stats_report_interval else None
@@ -83,6 +90,7 @@ class Runtime(threading.Thread):
                 stats.stop()
             for pool in self.pools:
                 pool.shutdown()
+            self._has_ended.set()
 
     def _do_next(self) -> tuple[str, int]:
         """Do the most urgent work, or wait until there is some; returns its pool's name and the number of rows."""
@@ -98,7 +106,7 @@ class Runtime(threading.Thread):
 
     def _process(self, pool: TaskPool, *batch: torch.Tensor) -> tuple[Sequence[torch.Tensor], int]:
         if self.device is not None:
-            batch = tuple(each.to(self.device, non_blocking=True) for each in batch)
+            batch = tuple(each.to(self.device) for each in batch)
         outputs, size = self.process_batch(pool, next(self._numbers), *batch)
         return [each.cpu() for each in outputs], size
 
@@ -114,8 +122,8 @@ class Runtime(threading.Thread):
         """Finish the batch in progress, and fail all that waits. Idempotent."""
         self._is_ending = True
         self._bell.set()
-        if self.is_alive() and threading.current_thread() is not self:
-            self.join(END_SECONDS)
+        if self._worker is not None and threading.current_thread() is not self._worker:
+            self._has_ended.wait(END_SECONDS)
         for pool in self.pools:
             pool.shutdown()
 

@@ -102,7 +102,7 @@ class Task:
         return len(self.args[0])
 
 
-class _Queue:
+class _Mergeable:
     """Requests that can be merged, in order of arrival."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class TaskPool(TaskPoolBase):
         self.process_func = process_func
         self.min_batch_size, self.max_batch_size = min_batch_size, max_batch_size
         self.timeout, self.pool_size = timeout, pool_size
-        self._queues: dict[Signature, _Queue] = {}
+        self._queues: dict[Signature, _Mergeable] = {}
 
     def __len__(self) -> int:
         """The number of requests that wait."""
@@ -184,7 +184,7 @@ class TaskPool(TaskPoolBase):
             if self.pool_size is not None and sum(len(each.tasks) for each in self._queues.values()) >= self.pool_size:
                 return BusyError(f"{self.name}: {self.pool_size} requests wait already: try again later")
             if (refusal := self._refusal()) is None:
-                queue = self._queues.setdefault(task.signature, _Queue())
+                queue = self._queues.setdefault(task.signature, _Mergeable())
                 queue.tasks[task] = None
                 queue.rows += task.size
             return refusal
@@ -202,7 +202,7 @@ class TaskPool(TaskPoolBase):
             if not queue.tasks:
                 del self._queues[task.signature]
 
-    def _ready_at(self, queue: _Queue) -> float:
+    def _ready_at(self, queue: _Mergeable) -> float:
         if queue.rows >= self.min_batch_size:
             return queue.oldest.submitted_at
         return math.inf if self.timeout is None else queue.oldest.submitted_at + self.timeout

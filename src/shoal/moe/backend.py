@@ -1,0 +1,162 @@
+"""One expert: a module that runs forward for others, and learns with each of their backward passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.base.extras import nested_flatten, nested_map, nested_pack
+from shoal.compression.base import CompressionType
+from shoal.compression.serialization import DUMMY_BATCH_SIZE, BatchTensorDescriptor
+from shoal.serving.task_pool import TaskPool
+
+logger = logging.getLogger(__name__)
+
+
+class ModuleBackend:
+    """Runs a module in batches, and trains it.
+
+    All tensors of a batch have as many rows. Methods run in the computing thread of the server, one at a time.
+
+    Args:
+        name: the uid of the expert.
+        module: takes what the schemas say; returns a tensor, or lists, tuples and dictionaries of tensors.
+        optimizer: makes a step after each backward pass; ``None``: the module does not learn. It can be set later.
+        scheduler: makes a step after each step of the optimizer.
+        args_schema: a :class:`BatchTensorDescriptor` for each positional input; they may be nested.
+        kwargs_schema: the same for keyword inputs, by name.
+        outputs_schema: the form of the result; ``None``: the module is tried once with zeros.
+        outputs_compression: the codec of floating-point outputs; ``None``: as the schema says.
+        grad_compression: the codec of all gradients; ``None``: as the inputs and outputs.
+        kwargs: settings of the task pools, such as ``max_batch_size``, which is required.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        args_schema: Sequence[Any] | None = None,
+        kwargs_schema: Mapping[str, Any] | None = None,
+        outputs_schema: Any = None,
+        outputs_compression: CompressionType | None = None,
+        grad_compression: CompressionType | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert args_schema or kwargs_schema, "an expert needs inputs: give args_schema or kwargs_schema, or both"
+        assert scheduler is None or optimizer is not None, "a scheduler needs an optimizer"
+        self.name, self.module, self.optimizer, self.scheduler = name, module, optimizer, scheduler
+        self.args_schema, self.kwargs_schema = tuple(args_schema or ()), dict(kwargs_schema or {})
+        self.forward_schema = (self.args_schema, self.kwargs_schema)
+        self.outputs_schema = self._tried() if outputs_schema is None else outputs_schema
+        if outputs_compression is not None:
+            self.outputs_schema = with_compression(self.outputs_schema, outputs_compression)
+        self.backward_schema = (self.forward_schema, self.outputs_schema)
+        self.grad_inputs_schema, self.grad_outputs_schema = self.forward_schema, self.outputs_schema
+        self._grad_compression = grad_compression
+        if grad_compression is not None:
+            self.grad_inputs_schema = with_compression(self.forward_schema, grad_compression)
+            self.grad_outputs_schema = with_compression(self.outputs_schema, grad_compression)
+        self.forward_pool = TaskPool(self.forward, name=f"{name}_forward", **kwargs)
+        self.backward_pool = TaskPool(self.backward, name=f"{name}_backward", **kwargs)
+
+    def _tried(self) -> Any:
+        """The schema of the outputs for inputs of zeros."""
+        device = next((each.device for each in self.module.parameters()), None)
+        args, kwargs = nested_map(lambda each: each.make_zeros(DUMMY_BATCH_SIZE, device=device), self.forward_schema)
+        return nested_map(BatchTensorDescriptor.from_tensor, self.module(*args, **kwargs))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute a batch.
+
+        Args:
+            inputs: positional inputs, then keyword ones by sorted name; nested ones one after another.
+
+        Raises:
+            RuntimeError: the batch is empty.
+        """
+        if not inputs or not len(inputs[0]):
+            raise RuntimeError(f"expert {self.name} cannot compute a batch without rows")
+        args, kwargs = nested_pack(inputs, self.forward_schema)
+        with torch.no_grad():
+            return tuple(nested_flatten(self.module(*args, **kwargs)))
+
+    def backward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute a batch again, then the gradients of parameters and inputs, and call :meth:`on_backward`.
+
+        Args:
+            inputs: those of :meth:`forward`, then a gradient for each output; it is ignored where the output has none.
+
+        Returns:
+            A gradient for each input, zeros if it has none.
+        """
+        count = sum(1 for _ in nested_flatten(self.forward_schema))
+        given, grads = [each.detach() for each in inputs[:count]], inputs[count:]
+        leaves = [each.requires_grad_() if each.is_floating_point() else each for each in given]
+        with torch.enable_grad():
+            args, kwargs = nested_pack(leaves, self.forward_schema)
+            outputs = [*nested_flatten(self.module(*args, **kwargs))]
+            pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad.to(out) for out, grad in pairs])
+        self.on_backward(len(inputs[0]))
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+
+    def on_backward(self, batch_size: int) -> None:
+        """Learn from the gradients of the parameters; subclasses may do it otherwise."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the module, and of its optimizer and scheduler if there are any."""
+        return {name: part.state_dict() for name, part in self._parts().items() if part is not None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state; what it lacks stays as it is, with a warning."""
+        for name, part in self._parts().items():
+            if part is None:
+                continue
+            if name in state_dict:
+                part.load_state_dict(state_dict[name])
+            else:
+                logger.warning("the state of expert %s has no %s: that begins anew", self.name, name)
+
+    def _parts(self) -> dict[str, Any]:
+        return {"module": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def get_info(self) -> dict[str, Any]:
+        """What callers must know; subclasses may add entries that msgpack can pack."""
+        info: dict[str, Any] = {
+            "forward_schema": self.forward_schema,
+            "outputs_schema": self.outputs_schema,
+            "keyword_names": tuple(self.kwargs_schema),
+            "max_batch_size": self.forward_pool.max_batch_size,
+        }
+        if self._grad_compression is not None:
+            info |= {"grad_inputs_schema": self.grad_inputs_schema, "grad_outputs_schema": self.grad_outputs_schema}
+        return info
+
+    def get_pools(self) -> Sequence[TaskPool]:
+        """Where requests wait."""
+        return self.forward_pool, self.backward_pool
+
+
+def with_compression(schema: Any, compression: CompressionType) -> Any:
+    """The same schema, where floating-point tensors travel with another codec."""
+
+    def changed(each: BatchTensorDescriptor) -> BatchTensorDescriptor:
+        if not each.dtype.is_floating_point:
+            return each
+        kept = ("dtype", "layout", "device", "requires_grad", "pin_memory")
+        fields = {name: getattr(each, name) for name in kept}
+        return BatchTensorDescriptor(*each.size[1:], **fields, compression=compression)
+
+    return nested_map(changed, schema)

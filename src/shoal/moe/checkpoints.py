@@ -1,0 +1,131 @@
+"""Experts on the disk: ``<folder>/<uid>/checkpoint_<date>_<time>.pt``, and ``checkpoint_last.pt``, which is the newest.
+
+A file appears under its name when it is complete. The oldest are deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.errors import ReactorError
+from shoal.moe.backend import ModuleBackend
+
+logger = logging.getLogger(__name__)
+
+LAST = "checkpoint_last.pt"
+# How many are kept of each expert. Chosen.
+KEPT = 10
+
+RunSafely = Callable[[Callable[[], Any]], Any]
+"""Runs a function while no expert is being trained, and returns its result."""
+
+
+def is_directory(directory: str | os.PathLike[str] | None) -> bool:
+    """Check that there is such a folder.
+
+    Raises:
+        AssertionError: there is not.
+    """
+    assert directory is not None, "checkpoint_dir must be a folder, got None"
+    assert Path(directory).is_dir(), f"checkpoint_dir must be an existing folder, got {str(directory)!r}"
+    return True
+
+
+def store_experts(experts: Mapping[str, ModuleBackend], checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write a checkpoint of each expert."""
+    _write({uid: expert.state_dict() for uid, expert in experts.items()}, Path(checkpoint_dir))
+
+
+def _write(states: Mapping[str, Any], checkpoint_dir: Path) -> None:
+    is_directory(checkpoint_dir)
+    # Dashes, because names of files have no colons on some systems.
+    name = f"checkpoint_{datetime.now().strftime('%Y-%m-%d_%H-%M-%S.%f')}.pt"
+    for uid, state in states.items():
+        folder = checkpoint_dir / uid
+        folder.mkdir(exist_ok=True)
+        written = folder / f"{name}.new"
+        torch.save(state, written)
+        written.replace(folder / name)
+        with contextlib.suppress(FileNotFoundError):
+            written.unlink()
+        try:
+            os.link(folder / name, written)
+        except OSError:  # not every file system has links
+            shutil.copyfile(folder / name, written)
+        written.replace(folder / LAST)
+        for old in sorted(folder.glob("checkpoint_[0-9]*.pt"))[:-KEPT]:
+            old.unlink()
+
+
+def load_experts(experts: Mapping[str, ModuleBackend], checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Take over the newest checkpoint of each expert; one without a checkpoint stays as it is."""
+    is_directory(checkpoint_dir)
+    for uid, expert in experts.items():
+        path = Path(checkpoint_dir) / uid / LAST
+        if path.exists():
+            expert.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            logger.warning("there is no checkpoint of expert %s in %s: it begins anew", uid, checkpoint_dir)
+
+
+class CheckpointSaver(threading.Thread):
+    """Writes checkpoints when it is made, at regular intervals once it is started, and at its end.
+
+    Args:
+        module_backends: the experts by uid.
+        checkpoint_dir: an existing folder.
+        update_period: the interval in seconds.
+        run_safely: keeps a state from being read while it changes.
+    """
+
+    def __init__(
+        self,
+        module_backends: Mapping[str, ModuleBackend],
+        checkpoint_dir: str | os.PathLike[str],
+        update_period: float,
+        *,
+        run_safely: RunSafely | None = None,
+    ) -> None:
+        super().__init__(name="shoal-checkpoints", daemon=True)
+        is_directory(checkpoint_dir)
+        self.module_backends, self.checkpoint_dir = module_backends, Path(checkpoint_dir)
+        self.update_period = update_period
+        self._run_safely: RunSafely = run_safely or (lambda function: function())
+        self._ending, self._lock = threading.Event(), threading.Lock()
+        store_experts(module_backends, checkpoint_dir)
+
+    def save(self) -> None:
+        """Write checkpoints now."""
+        experts = self.module_backends.items()
+        # Copies, because training goes on while they are written.
+        states = self._run_safely(lambda: {uid: copy.deepcopy(expert.state_dict()) for uid, expert in experts})
+        with self._lock:
+            _write(states, self.checkpoint_dir)
+
+    def run(self) -> None:
+        while not self._ending.wait(self.update_period):
+            try:
+                self.save()
+            except ReactorError:  # the server is ending: the last checkpoints are yet to come
+                return
+            except Exception as e:
+                logger.warning("could not write checkpoints to %s: %s", self.checkpoint_dir, e)
+
+    def shutdown(self) -> None:
+        """Write the last checkpoints, and end; call it when nothing is trained any more. Idempotent."""
+        if not self._ending.is_set():
+            self._ending.set()
+            if self.is_alive():
+                self.join()
+            store_experts(self.module_backends, self.checkpoint_dir)
