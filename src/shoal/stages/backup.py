@@ -192,7 +192,7 @@ class StageBackups:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to keep states, and to offer them. Idempotent."""
+        """Stop keeping and offering states. Idempotent."""
         self._stop.set()
         if self._thread.ident is not None:
             while self._thread.is_alive():
