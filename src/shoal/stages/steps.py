@@ -23,6 +23,7 @@ from shoal.optim.options import check_run_id
 from shoal.optim.progress.board import FAR_AHEAD, EpochRule
 from shoal.optim.progress.records import GlobalTrainingProgress, LocalTrainingProgress
 from shoal.optim.setup.training_setup import OptimizerFactory
+from shoal.stages.directory import name_of_stage
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -81,12 +82,6 @@ class DeclaredEnd(EpochRule):
         return now
 
 
-def name_of_stage(run_id: str, stage: int) -> str:
-    """The run id of the optimizer of a stage."""
-    check_run_id(run_id)
-    return f"{run_id}_stage_{stage}"
-
-
 def make_optimizer(
     dht: DHT,
     run_id: str,
@@ -114,6 +109,7 @@ def make_optimizer(
     Raises:
         ValueError, TypeError: options contradict each other.
     """
+    check_run_id(run_id)
     for name in options.keys() & _SET_HERE.keys():
         if options[name]:
             raise ValueError(f"{name} cannot be given for a stage: {_SET_HERE[name]}")
