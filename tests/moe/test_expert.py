@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from shoal import DHT, P2PHandlerError
-from shoal.errors import P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import Token
+from shoal.errors import NotAMemberError, P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
 from shoal.moe import handler
 from shoal.moe.declare import declare_experts, get_experts
 from shoal.moe.expert import (
@@ -25,8 +28,11 @@ from shoal.moe.expert import (
 from shoal.moe.uids import ExpertInfo
 from shoal.serving.tensors import send_tensors
 from tests.device import chosen_device
+from tests.dht.members import Authority, Member
 from tests.moe.servers import Row, expert, serving
 from tests.moe.swarms import soon, swarm
+from tests.p2p.peers import until
+from tests.reach.relays import HERE, tell
 from tests.test_reactor import in_forked_child, needs_fork
 
 
@@ -244,3 +250,56 @@ def test_worker_runs_coroutines_of_threads_and_forked_processes(two: Swarm) -> N
         connection.send("done")
 
     assert in_forked_child(in_child) == "done"
+
+
+# --- who may call, and by which way -----------------------------------------------------------------------------------
+
+
+def test_experts_behind_routers_are_called_through_relays() -> None:
+    with ExitStack() as stack:
+        relay = stack.enter_context(DHT(start=True, force_reachability="public", host_maddrs=HERE["host_maddrs"]))
+        join = {"initial_peers": relay.get_visible_maddrs(), "client_mode": True, "start": True}
+        server, client = (stack.enter_context(DHT(**join)) for _ in range(2))
+
+        async def reserve(handle: Any, node: Any) -> None:
+            for p2p in (server.p2p, client.p2p):
+                p2p.circuits.punching = None  # on one machine that would always succeed
+            server.p2p.reservations.want(True)
+            await until(lambda: bool(server.p2p.reservations.held))
+            tell(client.p2p, server.p2p)
+
+        server.run_coroutine(reserve)
+        stack.enter_context(serving(server, {"e.0": expert(nn.Linear(5000, 2), Row(5000))}))
+        inputs = torch.randn(20, 5000, requires_grad=True)
+        RemoteExpert(ExpertInfo("e.0", server.peer_id), client.p2p)(inputs).sum().backward()
+        assert inputs.grad is not None
+        assert client.p2p.metrics.bytes_relayed > 2 * inputs.nbytes
+
+
+def test_only_members_who_train_may_call_experts() -> None:
+    run, until = Token.new_run("friends"), int(soon(3600))
+    with ExitStack() as stack:
+        server = stack.enter_context(DHT(start=True, token=run.text))
+        known = server.get_visible_maddrs()
+        stack.enter_context(serving(server, {"e.0": expert(nn.Identity(), Row(2))}))
+        found: dict[str, Any] = {}
+        for name in ("train", "monitor"):
+            dht = stack.enter_context(DHT(known, start=True, token=run.invite(ROLES_BY_NAME[name], until).text))
+            (found[name],) = get_experts(dht, ["e.0"])  # type: ignore[misc]
+        assert found["train"](torch.ones(1, 2)).tolist() == [[1, 1]]
+        with pytest.raises(NotAMemberError, match="monitor"):
+            found["monitor"](torch.ones(1, 2))
+
+
+def test_authorizer_covers_calls_to_experts() -> None:
+    authority = Authority()
+    with ExitStack() as stack:
+        server = stack.enter_context(DHT(start=True, authorizer=Member(authority)))
+        known, info = server.get_visible_maddrs(), ExpertInfo("e.0", server.peer_id)
+        stack.enter_context(serving(server, {"e.0": expert(nn.Identity(), Row(2))}))
+        member = stack.enter_context(DHT(known, start=True, authorizer=Member(authority)))
+        stranger = stack.enter_context(DHT(start=True))
+        assert RemoteExpert(info, member.p2p)(torch.ones(1, 2)).tolist() == [[1, 1]]
+        stranger.p2p.add_addresses(server.peer_id, known)
+        with pytest.raises(P2PHandlerError, match="only members may call this"):
+            RemoteExpert(info, stranger.p2p)(torch.ones(1, 2))
