@@ -33,6 +33,7 @@ from shoal.moe.expert_server import Server, _generate_uids
 from shoal.moe.handler import ConnectionHandler, ExpertLimits, ExpertRequest, ExpertService
 from shoal.moe.uids import ExpertInfo
 from shoal.serving.tensors import receive_tensors, send_tensors
+from tests.device import chosen_device
 from tests.moe.swarms import swarm
 
 pytestmark = pytest.mark.timeout(120)
@@ -229,6 +230,21 @@ def test_private_run_admits_only_those_that_may_train() -> None:
                 ask(server, watcher, "rpc_forward", torch.ones(1, 2)).result(SOON)
         server.shutdown()
         server.join(SOON)
+
+
+@pytest.mark.devices
+def test_experts_are_on_the_device_of_their_server(tmp_path: Path) -> None:
+    device, module = chosen_device(), nn.Linear(2, 3)
+    backend = backend_of(module)
+    with served({"e.0": backend}, device=device, checkpoint_dir=tmp_path) as (server, caller):
+        assert module.weight.device.type == device.type
+        x = torch.ones(2, 2, requires_grad=True)
+        RemoteExpert(ExpertInfo("e.0", server.dht.peer_id), caller.p2p)(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.device == x.device
+        assert module.weight.device.type == device.type
+    state = torch.load(tmp_path / "e.0" / "checkpoint_last.pt", weights_only=True)
+    assert state["module"]["weight"].equal(module.weight.detach().cpu())
 
 
 # --- uids and declarations --------------------------------------------------------------------------------------------
