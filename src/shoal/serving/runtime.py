@@ -106,7 +106,7 @@ class Runtime(threading.Thread):
 
     def _process(self, pool: TaskPool, *batch: torch.Tensor) -> tuple[Sequence[torch.Tensor], int]:
         if self.device is not None:
-            batch = tuple(each.to(self.device, non_blocking=True) for each in batch)
+            batch = tuple(each.to(self.device) for each in batch)
         outputs, size = self.process_batch(pool, next(self._numbers), *batch)
         return [each.cpu() for each in outputs], size
 
