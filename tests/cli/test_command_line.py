@@ -15,8 +15,7 @@ import pytest
 from shoal.cli.__main__ import build_parser, main
 
 README = Path(__file__).parents[2] / "README.md"
-COMMANDS = ("demo", "dht", "doctor", "monitor", "archive", "revive", "server", "token")
-COMMANDS = ("demo", "plan", "dht", "doctor", "monitor", "archive", "revive", "token")
+COMMANDS = ("demo", "plan", "dht", "doctor", "monitor", "archive", "revive", "server", "token")
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

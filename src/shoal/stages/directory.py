@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -103,6 +104,25 @@ _DEFAULTS = {each.name: each.default for each in msgspec.structs.fields(StageRec
 def key_of_stage(run_id: str, stage: int) -> str:
     """The DHT key of the records of a stage."""
     return f"{run_id}_stages.{stage}"
+
+
+def name_of_stage(run_id: str, stage: int) -> str:
+    """The run id of the optimizer of a stage."""
+    return f"{run_id}_stage_{stage}"
+
+
+async def stages_of(table: Table, run_id: str) -> dict[int, str]:
+    """The run ids of the stages of a run by their numbers; empty if nobody holds the first stage or the second.
+
+    Raises:
+        ShoalError: the DHT cannot be read.
+    """
+    for stage in (0, 1):
+        records = [record for _, record, _ in await read_stage(table, run_id, stage) if record is not None]
+        if records:
+            count = Counter(record.count for record in records).most_common(1)[0][0]
+            return {number: name_of_stage(run_id, number) for number in range(count)}
+    return {}
 
 
 def parse_stage_record(value: object, now: float) -> StageRecord:
