@@ -65,8 +65,8 @@ TOLD = 3
 SECONDS_OF_WORK = 2.0
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
-# How long a peer of another stage may take to tell a norm, and the pause before all are asked again, in seconds. Chosen:
-# it may still be averaging.
+# How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
+# are asked again, in seconds (chosen).
 NORM_TIMEOUT, NORM_PAUSE = 5.0, 0.2
 # The weight of the newest microbatch in the pace of this peer (chosen).
 ALPHA = 0.1
