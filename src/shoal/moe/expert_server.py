@@ -81,7 +81,7 @@ class Server(threading.Thread):
         self._failure: BaseException | None = None
         self._has_settled = threading.Event()
         self._ending = threading.RLock()
-        self._is_shut_down = False
+        self._is_shut_down = self._spares_dht = False
         if start:
             self.run_in_background(await_ready=True)
 
@@ -103,8 +103,9 @@ class Server(threading.Thread):
             raise self._failure
 
     def run(self) -> None:
+        was_alive = self.dht.is_alive()
         try:
-            if not self.dht.is_alive():
+            if not was_alive:
                 self.dht.run_in_background(await_ready=True)
             self.runtime.move_modules()
             for handler in self.conn_handlers:
@@ -120,6 +121,8 @@ class Server(threading.Thread):
             self._failure = e
             if self.ready.is_set():
                 logger.exception("the server of experts ends")
+            else:
+                self._spares_dht = was_alive  # others may use it
         finally:
             self.shutdown()
             self._has_settled.set()
@@ -146,7 +149,8 @@ class Server(threading.Thread):
             self.runtime.shutdown()
             if self.checkpoint_saver is not None:
                 self.checkpoint_saver.shutdown()
-            self.dht.shutdown()
+            if not self._spares_dht:
+                self.dht.shutdown()
 
     # --- making -------------------------------------------------------------------------------------------------------
 
