@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import importlib
 import inspect
 import re
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.access.tokens import Token
+from shoal.archive.contents import CheckedState
 from shoal.archive.keeping import Archiver
 from shoal.archive.store import Store
 from shoal.base.closeable import Facade
@@ -107,7 +109,11 @@ def archives(setting: Setting) -> None:
             archiver.write_one()
             archiver.close()
     setting.names["optimizer"] = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    setting.replaced = {"/mnt/archives/my_run": str(folder)}
+    state, other = Store.open(folder).state, setting.folder / "stages"
+    stages = {n: CheckedState.of(f"llama_stage_{n}", "Optimizer", state) for n in range(2)}
+    Store(other).write_contents("llama", stages, count=2)
+    setting.names["make_stages"] = [lambda: copy.deepcopy(model)] * 2
+    setting.replaced = {"/mnt/archives/my_run": str(folder), "/mnt/archives/llama": str(other)}
     setting.says = "my_run 1 "
 
 
