@@ -31,6 +31,7 @@
     ├── SettingsMismatch        the settings of this peer are not those of its run; the text names what differs
     ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
+    ├── MicrobatchError         a microbatch must not count in a stage, such as one with a loss that is not finite
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot continue, or a machine in it is down
 
@@ -218,6 +219,10 @@ class ArchiveError(ShoalError):
 
 class StateRefusedError(ShoalError, ValueError):
     """A user's ``check_state`` does not accept a downloaded state; the text says why, for the log."""
+
+
+class MicrobatchError(ShoalError, ValueError):
+    """A microbatch cannot be computed in a stage, or must not count; the text says why."""
 
 
 class ProcessGroupError(ShoalError, RuntimeError):

@@ -26,6 +26,7 @@ def options_of(*words: str) -> dict[str, Any]:
     return server.chosen_options(build_parser().parse_args(["server", *words]))
 
 
+@pytest.mark.oldest
 def test_options_come_from_the_line_then_the_file_then_the_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,13 @@ a mixture sends each | tests/moe/test_mixture.py::test_output_is_weighted_and_ea
 a dead expert is | tests/moe/test_mixture.py::test_failed_experts_have_no_weight_and_are_avoided
 the loss that balances | tests/moe/test_mixture.py::test_switch_balances_its_experts
 empty marks in grids | tests/moe/test_beam_search.py::test_marks_of_a_flat_grid_do_not_refuse_experts
+one request of a | tests/moe/test_server.py::test_only_the_wrong_one_of_merged_requests_fails
+an empty batch, or | tests/serving/test_runtime.py::test_short_batch_leaves_at_its_timeout
+a server has eight | tests/moe/test_server.py::test_experts_are_declared_and_withdrawn
+`clip_grad_norm` or a | tests/moe/test_backend.py::test_contradictions_are_refused
+`background_server` hangs | tests/moe/test_server.py::test_background_server_that_cannot_start
+checkpoints of experts | tests/moe/test_backend.py::test_old_checkpoints_are_deleted
+`compression` of a | tests/moe/test_server.py::test_codecs_reach_all_four_kinds_of_tensors
 records of experts are | tests/moe/test_declaring.py::test_each_expert_has_the_records_of_its_prefixes
 older versions of Python | tests/test_oldest.py::test_the_lowest_version_is_tested
 `MPFuture` works across processes | tests/test_futures.py::test_another_loop_awaits_what_the_background_loop_does

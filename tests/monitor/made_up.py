@@ -9,6 +9,7 @@ from shoal.monitor.run import RunView
 from shoal.optim.progress.records import ProgressRecord
 from shoal.optim.report import PeerReport
 from shoal.p2p import Identity, PeerID
+from shoal.stages.directory import StageRecord
 
 START = 1_700_000_000.0
 STEP_SECONDS = 20.0
@@ -106,3 +107,18 @@ class MadeUpRun:
                 self.view.hear_report(peer.peer, peer.report(self.now, self.began, self.epoch), self.now)
             self.view.tick(self.now)
             self.view.is_complete = True
+
+
+def made_up_stages(view: RunView, *rates: list[float], now: float = START, **values: object) -> list[list[PeerID]]:
+    """Feed a view with the records of stages whose peers have these rates; returns the peers."""
+    rng = random.Random(7)
+    ids = [[Identity.generate(rng).peer_id for _ in each] for each in rates]
+    for stage, (peers, each) in enumerate(zip(ids, rates, strict=True)):
+        read = []
+        for peer, rate in zip(peers, each, strict=True):
+            more = {"queue": stage, "epoch": 4, "name": f"card-{len(read)}", **values}
+            record = StageRecord(stage=stage, rate=rate, count=len(rates), time=now, **more)
+            read.append((peer, record, now + 30.0))
+        view.hear_stage(stage, read, now)
+    view.tick(now)
+    return ids

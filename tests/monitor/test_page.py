@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn")
 from shoal.monitor.page import PageServer
 from shoal.monitor.run import COLUMNS, RunView
 from tests.monitor.listening import can_listen
-from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
+from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun, made_up_stages
 
 # A busy machine starts a browser slowly.
 pytestmark = pytest.mark.timeout(240)
@@ -420,6 +420,7 @@ def test_a_run_without_peers_says_so(tmp_path):
 @in_a_browser
 def test_on_a_phone_only_the_table_scrolls_sideways(rich, tmp_path):
     look = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+    made_up_stages(rich.view, [4.0], [2.0], [3.0] * 60, now=rich.now)
     with serving(rich.view) as server, feeding(rich), browsing(server.url, **look) as page:
         page.locator("figure[data-width='small']").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -484,7 +485,7 @@ def test_opened_row_shows_its_last_failure(rich, tmp_path):
         failure = row.locator("td.failure span")
         assert failure.text_content() == "the others have left or continued"
         assert failure.evaluate("e => e.scrollHeight <= e.clientHeight + 1 && e.scrollWidth <= e.clientWidth")
-        assert page.locator(".scroll").evaluate("e => e.scrollWidth <= e.clientWidth"), "the whole table is seen"
+        assert page.locator("#below .scroll").evaluate("e => e.scrollWidth <= e.clientWidth"), "the whole table is seen"
         button = row.get_by_role("button")
         button.focus()
         page.keyboard.press("Enter")
@@ -551,3 +552,23 @@ def test_the_swarm_in_figures(rich):
         assert page.locator("#others dt").all_text_contents() == ["accuracy", "held-out loss"]
         series = page.locator("figure[data-title='Loss'] .series").all_text_contents()
         assert [each.rstrip("0123456789.") for each in series] == ["mean", "median", "held-out loss"]
+
+
+@in_a_browser
+def test_the_chain_of_stages_is_a_picture(rich, tmp_path):
+    expect = pytest.importorskip("playwright.sync_api").expect
+    made_up_stages(rich.view, [4.0] * 5, [2.0, 1.5, 2.5], [3.0] * 6, [8.0, 9.0], now=rich.now)
+    with serving(rich.view) as server, browsing(server.url) as page:
+        stages = page.locator("#chain li")
+        expect(stages).to_have_count(4)
+        expect(page.locator("#chain .bottleneck b")).to_have_text("stage 1")
+        heights = [band.bounding_box()["height"] for band in page.locator("#chain .band i").all()]
+        assert heights[1] < heights[3] < heights[2] < heights[0]
+        assert page.locator("#chain .dots i").count() == 16
+        expect(page.locator("#stagesTold")).to_have_text("up to 6 microbatches/s")
+        stages.nth(1).get_by_role("button").click()
+        expect(page.locator("#stagePeers tbody tr")).to_have_count(3)
+        expect(page.locator("#stagePeers tbody td").first).to_have_text("card-2")
+        shoot(page, "stages", tmp_path)
+        rich.view.tick(rich.now + 31)  # no record was renewed
+        expect(page.locator("#chain .empty")).to_have_count(4)

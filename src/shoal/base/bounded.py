@@ -58,7 +58,8 @@ class Bounded(MutableMapping[K, V], Generic[K, V]):
         self[key] = self[key]
 
     def __getitem__(self, key: K) -> V:
-        self._expire()
+        if self._now is not None:  # the usual reads make no further call
+            self._expire()
         return self._entries[key][0]
 
     @overload
@@ -78,7 +79,8 @@ class Bounded(MutableMapping[K, V], Generic[K, V]):
         del self._entries[key]
 
     def __contains__(self, key: object) -> bool:
-        self._expire()
+        if self._now is not None:
+            self._expire()
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:

@@ -38,10 +38,14 @@ class TaskSet:
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in a task of its own."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
-        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        """A task has ended."""
+        self._tasks.pop(task, None)
 
     async def wait(self) -> None:
         """Wait until all present tasks have ended; their errors are not raised here."""
@@ -70,12 +74,12 @@ class BackgroundTasks(TaskSet):
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background; after :meth:`close` it is cancelled at once."""
         task = self.start(coroutine)
-        task.add_done_callback(self._log_error)
         if self._is_closed:
             task.cancel()
         return task
 
-    def _log_error(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        super()._forget(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, self._handled):
             self._log.error("a background task of %s failed", self._owner, exc_info=error)

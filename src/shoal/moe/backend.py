@@ -11,7 +11,7 @@ import torch
 from shoal.base.extras import nested_flatten, nested_map, nested_pack
 from shoal.compression.base import CompressionType
 from shoal.compression.serialization import DUMMY_BATCH_SIZE, BatchTensorDescriptor
-from shoal.serving.task_pool import TaskPool
+from shoal.serving.task_pool import FinalError, TaskPool
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,10 @@ class ModuleBackend:
             pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [grad.to(out) for out, grad in pairs])
-        self.on_backward(len(inputs[0]))
+        try:
+            self.on_backward(len(inputs[0]))
+        except Exception as e:
+            raise FinalError(f"learning failed: {type(e).__name__}: {e}") from e
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
     def on_backward(self, batch_size: int) -> None:

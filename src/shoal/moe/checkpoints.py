@@ -44,7 +44,22 @@ def is_directory(directory: str | os.PathLike[str] | None) -> bool:
 
 def store_experts(experts: Mapping[str, ModuleBackend], checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write a checkpoint of each expert."""
-    _write({uid: expert.state_dict() for uid, expert in experts.items()}, Path(checkpoint_dir))
+    _write(_states_of(experts), Path(checkpoint_dir))
+
+
+def _states_of(experts: Mapping[str, ModuleBackend]) -> dict[str, Any]:
+    return {uid: _copied(expert.state_dict()) for uid, expert in experts.items()}
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors on the CPU, so that any machine can load it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(each) for each in value])
+    return copy.deepcopy(value)
 
 
 def _write(states: Mapping[str, Any], checkpoint_dir: Path) -> None:
@@ -107,9 +122,8 @@ class CheckpointSaver(threading.Thread):
 
     def save(self) -> None:
         """Write checkpoints now."""
-        experts = self.module_backends.items()
-        # Copies, because training goes on while they are written.
-        states = self._run_safely(lambda: {uid: copy.deepcopy(expert.state_dict()) for uid, expert in experts})
+        # Training goes on while the copies are written.
+        states = self._run_safely(lambda: _states_of(self.module_backends))
         with self._lock:
             _write(states, self.checkpoint_dir)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
@@ -216,6 +217,8 @@ class Server(threading.Thread):
             AssertionError: both a number and uids are given, or none, or there is no such class.
             ValueError: options that contradict each other.
         """
+        # Those that both functions have under one name.
+        options: dict[str, Any] = {name: each for name, each in locals().items() if name in _BACKEND_OPTIONS}
         if custom_module_path is not None:
             layers.add_custom_models_from_file(custom_module_path)
         is_numbered = num_experts is not None and expert_uids is None
@@ -226,24 +229,7 @@ class Server(threading.Thread):
             is_directory(checkpoint_dir)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        make = partial(
-            make_backend,
-            expert_cls=expert_cls,
-            hidden_dim=hidden_dim,
-            optim_cls=optim_cls,
-            scheduler=scheduler,
-            num_warmup_steps=num_warmup_steps,
-            num_training_steps=num_training_steps,
-            clip_grad_norm=clip_grad_norm,
-            device=device,
-            compression=compression,
-            outputs_compression=outputs_compression,
-            grad_compression=grad_compression,
-            expert_kwargs=expert_kwargs,
-            min_batch_size=min_batch_size,
-            max_batch_size=max_batch_size,
-            timeout=batch_timeout,
-        )
+        options |= {"device": device, "timeout": batch_timeout}
         if (identity := kwargs.get("identity_path")) is not None and not Path(identity).exists():
             logger.info("Generating new identity in %s", identity)
         dht = DHT(initial_peers=initial_peers, start=True, **kwargs)
@@ -254,7 +240,7 @@ class Server(threading.Thread):
                 assert num_experts is not None
                 expert_uids = _continued(num_experts, expert_pattern, checkpoint_dir)
                 expert_uids += _generate_uids(num_experts - len(expert_uids), expert_pattern, dht, known=expert_uids)
-            experts = {uid: make(uid) for uid in expert_uids}
+            experts = {uid: make_backend(uid, **options) for uid in expert_uids}
             if checkpoint_dir is not None:
                 load_experts(experts, checkpoint_dir)
             return cls(
@@ -287,8 +273,9 @@ def make_backend(
     outputs_compression: CompressionType | None = None,
     grad_compression: CompressionType | None = None,
     expert_kwargs: Mapping[str, Any] | None = None,
+    min_batch_size: int = 1,
     max_batch_size: int = 4096,
-    **kwargs: Any,
+    **of_pools: Any,
 ) -> ModuleBackend:
     """Make an expert of a registered class; the arguments are those of :meth:`Server.create`.
 
@@ -322,9 +309,13 @@ def make_backend(
         args_schema=with_compression(tuple(map(BatchTensorDescriptor.from_tensor, samples)), compression),
         outputs_compression=compression if outputs_compression is None else outputs_compression,
         grad_compression=grad_compression,
+        min_batch_size=min_batch_size,
         max_batch_size=max_batch_size,
-        **kwargs,
+        **of_pools,
     )
+
+
+_BACKEND_OPTIONS = inspect.signature(make_backend).parameters
 
 
 # --- uids -------------------------------------------------------------------------------------------------------------

@@ -140,6 +140,12 @@ class Prometheus:
                             },
                             value,
                         )
+            for row in view.stages.rows:
+                of_stage = {**run, "stage": str(row.stage)}
+                yield "shoal_stage_peers", "Peers that serve the stage", of_stage, float(row.serving)
+                yield "shoal_stage_queue", "Microbatches that wait there", of_stage, float(row.queue)
+                if row.rate is not None:
+                    yield "shoal_stage_microbatches_per_second", "What its peers can do", of_stage, row.rate
             for peer in view.peers.values():
                 of_peer = {**run, "peer": str(peer.peer)}
                 yield "shoal_peer_up", "1 if it is there, 0 if it is gone", of_peer, float(not peer.state.is_gone)

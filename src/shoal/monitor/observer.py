@@ -6,6 +6,8 @@ first key, which holds a sample of all peers, and follows the deeper keys that p
     run_progress ─► run_progress.0 ─► run_progress.01 ─► …     and with each key the reports:  run_reports.01
                   ─► run_progress.1
 
+If the model of the run is cut into stages, the records of stage peers are read, too (:mod:`shoal.stages.directory`).
+
 The pause before a key is read again grows with the size of its answer, so that the peers that hold it send an observer
 at most two kilobytes per second. All keys together have a limit, too, and at most :data:`MAX_KEYS` are read, whatever
 depth peers claim.
@@ -34,6 +36,8 @@ from shoal.optim.progress.records import HOLDERS_READ, ProgressRecord, is_endors
 from shoal.optim.progress.run_list import describe_runs, read_runs
 from shoal.optim.report import key_of_reports, parse_report
 from shoal.p2p import PeerID
+from shoal.stages.directory import BYTES_OF_RECORD as BYTES_OF_STAGE_RECORD
+from shoal.stages.directory import read_stage
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -48,6 +52,8 @@ BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
 BYTES_OF_RECORD = 600.0
 # Bounds on what liars can make the observer read and remember.
 MAX_KEYS, MAX_PEERS_REMEMBERED = 1024, 50_000
+# While no stage is known, one of these is looked for at a time: the first stage may have no peer.
+STAGES_TRIED, SECONDS_BETWEEN_TRIES = 4, 15.0
 TICK_SECONDS = 1.0
 # Seconds without a peer after which the user is told which runs exist.
 SECONDS_BEFORE_HELP = 20.0
@@ -83,7 +89,7 @@ class Observer:
     async def name_other_runs(self) -> None:
         """If no peer is found after a while, list the runs that exist: the name may be mistyped."""
         await asyncio.sleep(SECONDS_BEFORE_HELP)
-        if self.view.peers:
+        if self.view.peers or self.view.stages.rows:
             return
         try:
             runs = await read_runs(self._table)
@@ -93,6 +99,25 @@ class Observer:
         with self.view.lock:
             if not self.view.peers:
                 self.view.hear_of_runs(describe_runs(runs), get_dht_time())
+
+    async def watch_stages(self) -> None:
+        """Read the records of all stages, if there are any, until cancelled."""
+        turn = 0
+        while True:
+            count, most, total = self.view.stages.count, 0.0, 0.0
+            for stage in range(count) if count else [turn % STAGES_TRIED]:
+                try:
+                    read = await read_stage(self._table, self.view.run, stage)
+                except ShoalError as e:
+                    self._warn_seldom("the DHT cannot be read: %s", e)
+                    continue
+                with self.view.lock:
+                    self.view.hear_stage(stage, read, get_dht_time())
+                most, total = max(most, BYTES_OF_STAGE_RECORD * len(read)), total + BYTES_OF_STAGE_RECORD * len(read)
+            self.bytes_read += total
+            turn += 1
+            least = PERIOD if self.view.stages.count else SECONDS_BETWEEN_TRIES
+            await asyncio.sleep(max(least, most / BYTES_PER_SECOND, total / BYTES_PER_SECOND_IN_ALL))
 
     async def watch(self) -> None:
         """Read until cancelled."""
@@ -239,6 +264,7 @@ class Monitor(Facade):
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(observer.watch())
+            tasks.create_task(observer.watch_stages())
             tasks.create_task(prober.watch())
             tasks.create_task(observer.name_other_runs())
             tasks.create_task(tick())

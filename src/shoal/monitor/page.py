@@ -1,9 +1,9 @@
 """The page: a small web server that shows a run, live.
 
 All of its addresses are read-only: the page and its files; ``/history`` with the figures over time; ``/peer`` with
-everything known about one peer; ``/peers.csv``, ``/history.csv`` and ``/events.csv`` for other programs; and
-``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by the changes of each
-second. Changes are encoded once for all browsers.
+everything known about one peer; ``/peers.csv``, ``/stages.csv``, ``/history.csv`` and ``/events.csv`` for other
+programs; and ``/events``, a stream (server-sent events) that begins with the whole state of the run, followed by the
+changes of each second. Changes are encoded once for all browsers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import astuple
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,7 @@ class Page:
                 Route("/peers.csv", self._peers_csv),
                 Route("/history.csv", self._history_csv),
                 Route("/events.csv", self._events_csv),
+                Route("/stages.csv", self._stages_csv),
                 Route("/{name}", self._file),
             ],
             middleware=[Middleware(_Secured), Middleware(_ForThisMachine, bound=bound, chosen=chosen)],
@@ -164,6 +166,13 @@ class Page:
         rows = ([_in_words(event.time), event.kind, event.peer, event.text] for event in events)
         return _csv("events", ["time", "kind", "peer", "text"], rows)
 
+    async def _stages_csv(self, request: Request) -> Response:
+        with self._view.lock:
+            stages = self._view.stages.rows
+        head = ("stage", "peer", "name", "state", "microbatches/s", "queue", "room", "epoch")
+        rows = [[stage.stage, *astuple(peer)] for stage in stages for peer in stage.peers]
+        return _csv("stages", head, rows)
+
     async def _events(self, request: Request) -> Response:
         if self._streams >= MAX_STREAMS:
             return PlainTextResponse(f"{MAX_STREAMS} browsers follow this run already", status_code=503)
@@ -201,6 +210,7 @@ class Page:
             "spans": view.history.spans,
             "rows": view.rows_since(0),
             "events": view.events.latest(200),
+            "stages": view.stages.rows,
             "summary": view.summary,
             "point": None if view.summary is None else view.summary.values(),
         }
@@ -213,6 +223,7 @@ class Page:
                 "rows": view.rows_since(change),
                 "gone": [peer for when, peer in view.removed if when >= change],
                 "events": view.events.since(number),
+                "stages": view.stages.rows if view.stages.change >= change else None,
                 "summary": view.summary,
                 "point": None if view.summary is None else view.summary.values(),
             }

@@ -19,9 +19,11 @@ from typing import Any
 
 from shoal.base.logs import counted, one_line, short_id, shown_name
 from shoal.monitor.history import History
+from shoal.monitor.stages import StagesView, limited
 from shoal.optim.progress.records import ProgressRecord
 from shoal.optim.report import PeerReport, end_of_id
 from shoal.p2p import PeerID
+from shoal.stages.directory import StageRecord
 
 # A peer is silent when its record is this old. Chosen: peers renew their records every half minute.
 SILENT_SECONDS = 45.0
@@ -267,6 +269,8 @@ class RunView:
     """The epoch at which the run is to end; 0 if unknown."""
     events: EventLog = field(default_factory=EventLog)
     history: History = field(default_factory=lambda: History(SERIES))
+    stages: StagesView = field(default_factory=StagesView)
+    """The stages, if its model is cut into stages."""
     summary: Summary | None = None
     """The summary of the last tick."""
     change: int = 0
@@ -340,6 +344,11 @@ class RunView:
         others = f"{', '.join(runs)}, none {name!r}" if runs else f"no run is listed here: nobody trains {name!r}"
         self.events.add(now, "trouble", f"{others}. Check --run; private runs are not listed")
 
+    def hear_stage(self, stage: int, read: Iterable[tuple[PeerID, StageRecord | None, float]], now: float) -> None:
+        """The records of a stage were read, see :func:`~shoal.stages.directory.read_stage`."""
+        for peer, text in self.stages.hear(stage, read):
+            self.events.add(now, "joined", text, peer)
+
     def hear_goodbye(self, peer: PeerID, now: float) -> None:
         """A peer has withdrawn its record. That counts even if it seemed to be lost."""
         view = self.peers.get(peer)
@@ -389,6 +398,8 @@ class RunView:
         self.change += 1
         epoch = self._epoch_of_swarm()
         self._note_epoch(epoch, now)
+        for text in self.stages.tick(self.change, now):
+            self.events.add(now, "trouble", text)
         for peer in self._missed_by_most(now):
             self._lose(peer, now, "most others cannot reach it any more")
         for peer, view in list(self.peers.items()):
@@ -495,7 +506,7 @@ class RunView:
             peers=len(there),
             clients=sum(view.record.client_mode for view in there),
             states=Counter(view.state.value for view in self.peers.values()),
-            throughput=sum(_limited([view.samples_per_second for view in there])),
+            throughput=sum(limited([view.samples_per_second for view in there])),
             means=means,
             medians=medians,
             step=step,
@@ -510,7 +521,7 @@ class RunView:
             batch=_median(float(report.step_samples) for report in reports if report.step_samples),
             target=_median(float(report.step_target) for report in reports if report.step_target),
             samples=_sum_of_known(float(sum(counts)) for counts in self._samples.values()),
-            age=max(_limited([now - report.began for report in reports if 0 < report.began < now]), default=math.nan),
+            age=max(limited([now - report.began for report in reports if 0 < report.began < now]), default=math.nan),
             goal=self.goal_epochs,
             left=self._seconds_left(epoch, step, now),
         )
@@ -596,18 +607,9 @@ def _words_of_epoch(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _limited(values: list[float]) -> list[float]:
-    """The values, clipped to a hundred times the median: one peer may claim anything."""
-    positive = [value for value in values if value > 0]
-    if not positive:
-        return values
-    limit = 100.0 * median(positive)
-    return [min(value, limit) for value in values]
-
-
 def _sum_of_known(values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
-    return sum(_limited(known)) if known else math.nan
+    return sum(limited(known)) if known else math.nan
 
 
 def _median(values: Iterable[float]) -> float:
@@ -619,7 +621,7 @@ def _means_of(peers: list[PeerView]) -> tuple[dict[str, float], dict[str, float]
     """Means, weighted by samples, and medians over the reporting peers, of the figures that most of them have."""
     names = Counter(name for peer in peers for name in peer.figures)
     means, medians = dict[str, float](), dict[str, float]()
-    weights = _limited([float(max(1, peer.report.recent_samples)) for peer in peers if peer.report is not None])
+    weights = limited([float(max(1, peer.report.recent_samples)) for peer in peers if peer.report is not None])
     for name, _ in names.most_common(MAX_METRICS):
         pairs = [(peer.figures[name], w) for peer, w in zip(peers, weights, strict=True) if name in peer.figures]
         shown = one_line(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.logs import counted, one_line, short_id
 from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
+from shoal.monitor.stages import StageRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,6 +47,8 @@ EVENT_COLOURS = {
     **{"lost": "red", "failed": "red", "trouble": "yellow"},
     **{"joined": "green", "returned": "green", "goal": "bold green"},
 }
+MOST_STAGES = 8
+"""The most stages in the terminal; if there are more, those that do least are shown. Chosen."""
 MOST_FIGURES = 6
 """The most figures in the line of the swarm; the page has them all. Chosen."""
 
@@ -97,15 +100,16 @@ def cells(view: PeerView, label: str) -> tuple[str, ...]:
     )
 
 
-def headline(run: str, summary: Summary | None) -> str:
-    """The swarm in one line, as far as known."""
+def headline(run: str, summary: Summary | None, *, has_stages: bool = False) -> str:
+    """The swarm in one line, as far as known. If a run has stages, its peers are those that drive."""
+    peer = "driver" if has_stages else "peer"
     if summary is None or not summary.states:
         was_there = summary is not None and summary.epoch > 0
-        return f"{run}: all peers are gone" if was_there else f"{run}: no peer has been seen yet"
+        return f"{run}: all {peer}s are gone" if was_there else f"{run}: no {peer} has been seen yet"
     epoch = f"{run}: epoch {summary.epoch}" + (f" of {summary.goal}" if summary.goal else "")
     if not summary.peers:
-        return f"{epoch}  |  all peers are gone"
-    parts = [epoch, counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
+        return f"{epoch}  |  all {peer}s are gone"
+    parts = [epoch, counted(summary.peers, peer), f"{summary.throughput:,.1f} samples/s"]
     # Only some figures are shown: one peer alone could fill the screen with names.
     figures = sorted(summary.means.items(), key=is_not_loss)[:MOST_FIGURES]
     parts += [f"{name} {mean:.4g}" for name, mean in figures]
@@ -182,6 +186,47 @@ def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
     return table
 
 
+def stages_line(rows: Sequence[StageRow]) -> str:
+    """The stages in one line; empty if the model is not cut into stages."""
+    if not rows:
+        return ""
+    known = [row.rate for row in rows if row.rate is not None]
+    parts = [counted(len(rows), "stage"), f"{sum(row.serving for row in rows)} peers hold them"]
+    parts += [f"up to {min(known):.3g} microbatches/s" if min(known) else "no microbatch can pass"] if known else []
+    slow = [str(row.stage) for row in rows if row.is_bottleneck]
+    if slow:
+        parts.append(f"bottleneck: stage {', '.join(slow)}")
+    return "  |  ".join(parts)
+
+
+def table_of_stages(rows: Sequence[StageRow], most: int = MOST_STAGES) -> Table:
+    """The table of stages, at most this many of them."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("stage", "peers", "microbatches/s", "queue", "epoch"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    slowest = sorted(rows, key=lambda row: (math.inf if row.rate is None else row.rate, row.stage))[:most]
+    for row in sorted(slowest, key=lambda row: row.stage):
+        moving = [(row.joining, "joining"), (row.leaving, "leaving")]
+        notes = [f"{count} {state}" for count, state in moving if count]
+        notes = ["bottleneck" if row.serving else "no peer: microbatches wait", *notes] if row.is_bottleneck else notes
+        table.add_row(
+            str(row.stage),
+            str(row.serving),
+            "–" if row.rate is None else f"{row.rate:.3g}",
+            str(row.queue),
+            "–" if row.epoch is None else str(row.epoch),
+            ", ".join(notes),
+            style="red" if row.is_bottleneck and not row.serving else "yellow" if row.is_bottleneck else "",
+        )
+    if len(rows) > most:
+        table.caption = f"and {len(rows) - most} more, which do more"
+    return table
+
+
 def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDTH) -> RenderableType:
     """The content of the terminal.
 
@@ -194,13 +239,16 @@ def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDT
     from rich.text import Text
 
     with view.lock:
-        events = view.events.rare[-8:]
-        rows = max(3, height - 8 - len(events))  # eight lines are around the table
+        events, stages = view.events.rare[-8:], view.stages.rows
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
-        parts: list[RenderableType] = [
-            Text(headline(view.run, view.summary), style="bold"),
-            table_of(view, rows, width),
-        ]
+        parts: list[RenderableType] = [Text(headline(view.run, view.summary, has_stages=bool(stages)), style="bold")]
+        rows = height - 8 - len(events)  # eight lines are around the table
+        if stages:
+            shown = min(len(stages), MOST_STAGES, max(2, rows // 2))
+            parts += [Text(stages_line(stages)), table_of_stages(stages, shown)]
+            rows -= shown + 4 + (len(stages) > shown)
+        if view.peers or not stages:
+            parts.append(table_of(view, max(3, rows), width))
     return Group(*parts, *lines, Text(footer, style="dim"))
 
 
@@ -245,10 +293,11 @@ class Lines:
         """Print what is new."""
         with view.lock:
             events, self._told = view.events.since(self._told), view.events.count
-            line = headline(view.run, view.summary)
+            stages = stages_line(view.stages.rows)
+            line = headline(view.run, view.summary, has_stages=bool(stages))
         for event in events:
             if event.kind != "epoch":
                 print(line_of(event), flush=True)
         if view.is_complete and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.EVERY_SECONDS
-            print(line, flush=True)
+            print(line, *([stages] if stages else []), sep="  |  ", flush=True)

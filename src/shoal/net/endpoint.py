@@ -199,9 +199,8 @@ class Endpoint(ABC):
 
     def seen_of(self, peer: PeerID) -> Multiaddr | None:
         """Where a peer that has connected to this one is seen; through a relay only if it has no other connection."""
-        direct = self.server.addresses_of(peer)
         streams = [connection.stream for connection in self.server.connections_of(peer)]
-        return direct[0] if direct else next((stream.remote_address for stream in reversed(streams)), None)
+        return next(self.server.addresses_of(peer), streams[-1].remote_address if streams else None)
 
     def judge_for(self, seen_at: Multiaddr | None) -> Judge:
         """The judge of addresses claimed by a peer that is seen at ``seen_at``."""
@@ -230,10 +229,10 @@ class Endpoint(ABC):
 
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        addresses = self.server.addresses_of(peer)
-        if not addresses or is_private(addresses[0]) or self.transport.is_inside(addresses[0]):
+        address = next(self.server.addresses_of(peer), None)
+        if address is None or is_private(address) or self.transport.is_inside(address):
             return ""
-        return addresses[0].values()[0] or ""
+        return address.values()[0] or ""
 
     def is_hopeless(self, peer: PeerID) -> bool:
         """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,10 +157,12 @@ class CallServer:
         """Accepted connections of one peer."""
         return list(self._by_peer.get(peer, ()))
 
-    def addresses_of(self, peer: PeerID) -> tuple[Multiaddr, ...]:
+    def addresses_of(self, peer: PeerID) -> Iterator[Multiaddr]:
         """Where a peer's direct connections come from, the latest first. A relayed one would show the relay instead."""
-        streams = [connection.stream for connection in reversed(self._by_peer.get(peer, {}))]
-        return tuple(each.remote_address for each in streams if each.remote_address is not None and not each.is_relayed)
+        for connection in reversed(self._by_peer.get(peer, {})):
+            address = connection.stream.remote_address
+            if address is not None and not connection.stream.is_relayed:
+                yield address
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks that serve or refuse connections."""

@@ -191,8 +191,8 @@ class GlobalStep:
     def _tell_of_long_batches(self) -> None:
         """A peer stops after the batch that ends nearest to the end of the epoch: up to half a batch after it."""
         seconds, patience = self.tracker.board.batch_time, self.options.matchmaking_time
-        if self.tracker.performance_ema.is_first_guess:
-            return  # else a program that is slow to start would be warned of its batches
+        if self.tracker.performance_ema.is_first_guess or not self.tracker.board.rule.adds_up:
+            return  # else a program that is slow to start, or that waits for others, would be warned of its batches
         if seconds / 2 > patience and self._expected_members():
             self._warn_once(
                 "a batch takes this peer %.1f s, and others wait %.1f s at most, then continue without it. Give all "

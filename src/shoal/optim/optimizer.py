@@ -388,43 +388,110 @@ class Optimizer(JointOptimizer):
         if batch_size is None:
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        self.state_averager.follow_parameters()
         self._note_thread()
-        if closure is None and self._lacks_gradients(batch_size):
-            return None
-        self._comparison.before_batch()
         epoch = self.local_epoch
-        # Between two batches: only here the results of background work may change the model.
-        self.state_averager.step(apply_delayed_updates=True)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if self._lacks_gradients(batch_size):
-                return loss
-        # If a round began while this thread was waiting elsewhere, this batch belongs to the next epoch.
-        is_late = self.global_step.begun is not None
-        is_used = self._accumulate(batch_size, scaler) if is_late else False
-        if is_late:
-            self._update_global_epoch(scaler)
-        if self._catch_up():
-            if self.grad_averager is not None and batch_size > 0:
-                self._scaling.leave_out(self.grad_averager)
-            return loss
-        if not is_late:
-            is_used = self._accumulate(batch_size, scaler)
-        self._count_samples(batch_size, is_used)
+        loss, is_used = self._take_batch(batch_size, scaler, closure, self._catch_up)
         if not is_used:
             return loss
-        self._maybe_schedule_gradient_averaging()
-        self._maybe_schedule_state_averaging()
-        if not self.options.mode.averages_gradients and batch_size > 0:
-            self._make_local_step(scaler)
         # Look again whether the swarm is ahead: news may have arrived since the first look.
         if self.tracker.should_stop(self.options.matchmaking_time) and not self._catch_up():
             self._update_global_epoch(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
+
+    def _take_batch(
+        self,
+        batch_size: int,
+        scaler: GradScaler | None,
+        closure: Callable[[], Any] | None,
+        is_behind: Callable[[], bool],
+        may_change_model: bool = True,
+    ) -> tuple[Any, bool]:
+        """Everything in a step up to the question whether the epoch is over.
+
+        Args:
+            is_behind: whether this peer is behind the others, so that the batch must not count.
+            may_change_model: as for :meth:`take_batch`.
+
+        Returns:
+            The result of the closure, and whether the batch is used.
+        """
+        self.state_averager.follow_parameters()
+        if closure is None and self._lacks_gradients(batch_size):
+            return None, False
+        self._comparison.before_batch()
+        # Between two batches: only here the results of background work may change the model.
+        if may_change_model:
+            self.state_averager.step(apply_delayed_updates=True)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if self._lacks_gradients(batch_size):
+                return loss, False
+        # If a round began while this thread was waiting elsewhere, this batch belongs to the next epoch.
+        is_late = self.global_step.begun is not None
+        is_used = self._accumulate(batch_size, scaler) if is_late else False
+        if is_late:
+            self._update_global_epoch(scaler)
+        if is_behind():
+            if self.grad_averager is not None and batch_size > 0:
+                self._scaling.leave_out(self.grad_averager)
+            return loss, False
+        if not is_late:
+            is_used = self._accumulate(batch_size, scaler)
+        self._count_samples(batch_size, is_used)
+        if is_used:
+            self._maybe_schedule_gradient_averaging()
+            self._maybe_schedule_state_averaging()
+            if not self.options.mode.averages_gradients and batch_size > 0:
+                self._make_local_step(scaler)
+        return loss, is_used
+
+    # --- for programs that know by themselves when an epoch is over ---------------------------------------------------
+
+    def take_batch(self, batch_size: int, *, may_change_model: bool = True) -> bool:
+        """Add the gradients of a batch, and leave the end of the epoch to :meth:`end_epoch`.
+
+        A program that knows by itself when an epoch is over calls these two instead of :meth:`step`, with a ``rule``
+        of its own in ``tracker_opts``. They may be called in different threads, but not at the same time. Only the
+        first call of :meth:`catch_up` or of this method waits for the network.
+
+        Args:
+            batch_size: number of samples in the batch, over which the loss is the mean.
+            may_change_model: put results of work in the background into the model; otherwise a later call does it.
+
+        Returns:
+            Whether the batch is used. It is not if it has no gradients, or if this peer is behind the others: then
+            :meth:`catch_up` is needed.
+        """
+        self._begin_step(None, batch_size, None)
+        return self._take_batch(batch_size, None, None, self._should_load_state_from_peers, may_change_model)[1]
+
+    def end_epoch(self) -> bool:
+        """Make the global step with all peers now, however many samples there are.
+
+        Returns:
+            Whether this peer is at another epoch. It is not if the round failed and others can still be met, or if a
+            download failed: call it again.
+        """
+        self.tracker.await_introduction()
+        epoch = self.local_epoch
+        if not self.catch_up():
+            self._update_global_epoch()
+        return self.local_epoch != epoch
+
+    def catch_up(self) -> bool:
+        """Download the state of the others if this peer is behind. Returns whether it was behind.
+
+        After failed attempts this waits for a moment instead.
+
+        Raises:
+            SettingsMismatch: this peer's settings are not those of its run.
+        """
+        self._check_open()
+        self.tracker.look_at_company()
+        return self._catch_up()
 
     def _follow(self, epoch: int) -> None:
         self.state_averager.local_epoch = epoch

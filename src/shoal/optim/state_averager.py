@@ -351,7 +351,7 @@ class TrainingStateAverager(StateHolder):
         if collides and not (wait and apply_delayed_updates):
             raise ValueError("this step would collide with work in the background: wait for it and apply its results")
         if wait:
-            self._wait_for_jobs(self._config.allreduce_timeout)
+            self.wait_for_jobs(self._config.allreduce_timeout)
         elif request.has_actions:
             self._wait_for_optimizer()
         if apply_delayed_updates:
@@ -506,10 +506,11 @@ class TrainingStateAverager(StateHolder):
         Args:
             timeout: after this many seconds, rounds that are still averaging are cancelled.
         """
-        self._wait_for_jobs(timeout)
+        self.wait_for_jobs(timeout)
         self._apply_finished_jobs()
 
-    def _wait_for_jobs(self, timeout: float | None) -> None:
+    def wait_for_jobs(self, timeout: float | None) -> None:
+        """Wait for all work in the background, without putting its results into the model; see :meth:`finish_jobs`."""
         running = [job for job in self._jobs if not job.finished.done()]
         _, late = concurrent.futures.wait([job.finished for job in running], timeout)
         if late:

@@ -112,26 +112,34 @@ class PeerBook:
     """
 
     def __init__(self, most: int = MOST, on_forget: Callable[[PeerID], object] | None = None) -> None:
-        self._others: Bounded[PeerID, PeerRecord] = Bounded(most)
-        self._members: Bounded[PeerID, PeerRecord] = Bounded(
-            most, on_evict=None if on_forget is None else lambda peer, _: on_forget(peer)
-        )
+        self._records: dict[PeerID, PeerRecord] = {}
+        self._on_forget = on_forget
+        # Which records are dropped first, of members of rounds and of others.
+        self._members: Bounded[PeerID, None] = Bounded(most, on_evict=self._forget_member)
+        self._others: Bounded[PeerID, None] = Bounded(most, on_evict=lambda peer, _: self._records.pop(peer))
+
+    def _forget_member(self, peer: PeerID, _: None) -> None:
+        del self._records[peer]
+        if self._on_forget is not None:
+            self._on_forget(peer)
 
     def __getitem__(self, peer: PeerID) -> PeerRecord:
         """The record of a peer, for writing; a new one if there is none."""
-        record = self._members.get(peer)
-        if record is None:
-            record = self._others[peer] = self._others.get(peer) or PeerRecord()
+        record = self._records.setdefault(peer, PeerRecord())
+        if peer not in self._members:
+            self._others[peer] = None
         return record
 
     def see_member(self, peer: PeerID) -> PeerRecord:
         """The record of a peer that has been in a round with this one, for writing."""
-        record = self._members[peer] = self._members.get(peer) or self._others.pop(peer, None) or PeerRecord()
+        record = self._records.setdefault(peer, PeerRecord())
+        self._others.pop(peer, None)
+        self._members[peer] = None
         return record
 
     def get(self, peer: PeerID) -> PeerRecord | None:
         """The record of a peer, if there is one."""
-        return self._members.get(peer) or self._others.get(peer)
+        return self._records.get(peer)
 
     def find(self, peer: PeerID) -> PeerRecord:
         """The record of a peer, for reading; an empty one that is not kept if there is none."""
@@ -139,11 +147,11 @@ class PeerBook:
 
     def members(self) -> list[tuple[PeerID, PeerRecord]]:
         """The peers that have been in a round with this one; the latest comes last."""
-        return list(self._members.items())
+        return [(peer, self._records[peer]) for peer in self._members]
 
     def __len__(self) -> int:
-        return len(self._members) + len(self._others)
+        return len(self._records)
 
     def values(self) -> list[PeerRecord]:
-        """All records."""
-        return [*self._members.values(), *self._others.values()]
+        """All records; those that are kept longest come last."""
+        return [self._records[peer] for peer in (*self._others, *self._members)]

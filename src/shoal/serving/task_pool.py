@@ -33,6 +33,10 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 """Sizes of one row of each tensor, and their types: requests that agree in this can be merged."""
 
 
+class FinalError(RuntimeError):
+    """Why a batch has failed that cannot be tried again, because a part of its effects has taken place."""
+
+
 class TaskPoolBase(ABC):
     """Work of one kind.
 
@@ -237,9 +241,10 @@ class TaskPool(TaskPoolBase):
         except Exception as e:
             logger.warning("%s: a batch of %d requests failed: %s: %s", self.name, len(batch), type(e).__name__, e)
             logger.debug("%s", self.name, exc_info=True)
-            if len(batch) == 1:
-                batch[0].future.set_exception(e)
-                return batch[0].size
+            if len(batch) == 1 or isinstance(e, FinalError):
+                for task in batch:
+                    task.future.set_exception(e)
+                return sum(task.size for task in batch)
             for task in batch:
                 try:
                     task.future.set_result(self._run([task], process)[0])

@@ -207,14 +207,13 @@ class AllReduce:
         return [member.index for member in self.state.members if member.owes_averages]
 
     def _show(self) -> None:
-        state = self.state
-        for holds, seen in (
-            (state.has_delivered, self.delivered),
-            (state.has_received, self.received),
-            (state.all_complete, self.all_complete),
-        ):
-            if holds:
-                seen.set()
+        # What has been shown stays true, and to ask again would take time with each event.
+        if not self.delivered.is_set() and self.state.has_delivered:
+            self.delivered.set()
+        if not self.received.is_set() and self.state.has_received:
+            self.received.set()
+        if not self.all_complete.is_set() and self.state.all_complete:
+            self.all_complete.set()
 
     def note_not_finite(self, member: int) -> None:
         """Note a member that has sent values that are not finite."""

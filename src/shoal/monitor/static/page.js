@@ -56,7 +56,7 @@ const KINDS = [
 let columns = [], spans = [], level = 0, data = null, charts = [], shownRows = ROWS_AT_FIRST;
 let order = {column: "samples/s", down: true}, wanted = "", lastFetch = 0, lastSummary = null;
 let open = "", details = null, detailsRow = null;
-let events = [];
+let events = [], stages = [], openStage = null;
 const hidden = new Set(["epoch"]);      // kinds of events that are not shown
 const logarithmic = new Set();          // titles of charts
 const peers = new Map();                // id -> row
@@ -220,6 +220,68 @@ function showSummary(summary) {
       share.children[at].style.setProperty("--shade", `var(${shade})`);
     });
   });
+}
+
+// --- stages ---
+
+const STAGE_COLUMNS = [["peer", "The name that its user has given it, or else the end of its id."],
+  ["state", "serving; joining: it has chosen this stage and gets its parameters; leaving: it finishes what it has."],
+  ["microbatches/s", "What it can do, forward and back."], ["queue", "Microbatches that wait for its device."],
+  ["room", "How many more it would accept."], ["epoch", "The step whose parameters it has."]];
+
+function makeStage(stage) {
+  const item = make("li"), button = make("button"), band = make("span", "", "band"), dots = make("span", "", "dots");
+  band.append(make("i"));
+  button.append(make("b", `stage ${stage}`), make("span", "", "rate"), band, dots, make("small"));
+  button.addEventListener("click", () => { openStage = openStage === stage ? null : stage; showStages(); });
+  item.append(button);
+  return item;
+}
+
+function showStages() {
+  const chain = $("chain"), most = Math.max(...stages.map((row) => row.rate || 0), 0);
+  $("stages").hidden = !stages.length;
+  while (chain.children.length < stages.length) chain.append(makeStage(chain.children.length));
+  while (chain.children.length > stages.length) chain.lastChild.remove();
+  const known = stages.map((row) => row.rate).filter((rate) => !isUnknown(rate));
+  setText($("stagesTold"), known.length ? `up to ${number(Math.min(...known))} microbatches/s` : "");
+  stages.forEach((row, at) => {
+    const item = chain.children[at], button = item.firstChild, [, rate, band, dots, more] = button.children;
+    item.className = `${row.is_bottleneck ? "bottleneck" : ""} ${row.serving ? "" : "empty"}`;
+    button.setAttribute("aria-expanded", String(openStage === at));
+    setText(rate, row.is_bottleneck ? (row.serving ? `${number(row.rate)}/s · bottleneck` : "no peer") : isUnknown(row.rate) ? "–" : `${number(row.rate)}/s`);
+    band.firstChild.style.setProperty("--share", String(most ? Math.max(0.04, (row.rate ?? most) / most) : 1));
+    const states = row.peers.slice(0, 24).map((peer) => peer.state);
+    while (dots.children.length < states.length) dots.append(make("i"));
+    while (dots.children.length > states.length) dots.lastChild.remove();
+    states.forEach((state, peer) => { dots.children[peer].className = state; });
+    const also = [[row.joining, "joining"], [row.leaving, "leaving"]].filter(([count]) => count).map(([count, state]) => `, ${count} ${state}`);
+    setText(more, `${row.serving} ${row.serving === 1 ? "peer" : "peers"}${also.join("")} · queue ${number(row.queue)} · epoch ${isUnknown(row.epoch) ? "–" : number(row.epoch)}`);
+  });
+  showStagePeers(stages[openStage ?? -1]);
+}
+
+function showStagePeers(row) {
+  const box = $("stagePeers"), [head, body] = box.firstChild.children;
+  box.hidden = !row;
+  if (!row) return;
+  if (!head.children.length) {
+    const line = make("tr");
+    line.append(...STAGE_COLUMNS.map(([name, tip], at) => {
+      const cell = make("th", "", at < 2 ? "text" : ""), label = make("span", name);
+      explain(label, tip);
+      cell.append(label);
+      return cell;
+    }));
+    head.append(line);
+  }
+  body.replaceChildren(...row.peers.map((peer) => {
+    const line = make("tr"), name = make("td", peer.name || shortId(peer.peer), "text");
+    name.title = peer.peer;
+    line.append(name, make("td", peer.state, `text state ${peer.state}`),
+      ...[peer.rate || null, peer.queue, peer.room, peer.epoch].map((value) => make("td", number(value))));
+    return line;
+  }));
 }
 
 // --- charts ---
@@ -636,6 +698,7 @@ function begin(news) {
   document.title = `${news.run} – shoal monitor`;
   setText($("run"), news.run);
   peers.clear();
+  openStage = null;
   elements.splice(0).forEach((row) => row.remove());
   placeDetails(null);
   events = [];
@@ -650,6 +713,7 @@ function hear(message) {
   for (const row of news.rows) peers.set(row[0], row);
   for (const id of news.gone || []) peers.delete(id);
   addEvents(news.events);
+  if (news.stages) { stages = news.stages; showStages(); }
   showSummary(news.summary);
   if (news.summary) addPoint(news.point, news.summary);
   if (news.rows.length || news.gone?.length || news.columns) showRows();

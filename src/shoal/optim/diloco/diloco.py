@@ -321,9 +321,14 @@ class DiLoCo(JointOptimizer):
             return loss
         if batch_size:
             self._make_inner_step(batch_size, scaler)
+        self._exchange(self._slot_is_over)
+        return loss
+
+    def _exchange(self, slot_is_over: Callable[[], bool]) -> None:
+        """End the slot if it is over, and apply results of rounds that are due."""
         slot = self.local_epoch
         with self._reporting.joint_work(), standby.standing_by(self):
-            if self._slot_is_over() and not self._catching_up.is_needed():
+            if slot_is_over() and not self._catching_up.is_needed():
                 self._batches.finish()  # before this peer tells others that it is ready
                 self._rounds.end_slot()
             self._rounds.apply_what_is_due()
@@ -331,7 +336,45 @@ class DiLoCo(JointOptimizer):
             # The samples of a fragment's round are those of all slots since its previous round: one slot per fragment.
             done = self.last_round
             self._reporting.note_step(0.0 if done is None else done.samples / len(self._rounds.fragments))
-        return loss
+
+    # --- for programs that know by themselves when a slot is over -----------------------------------------------------
+
+    def take_batch(self, batch_size: int) -> bool:
+        """Make an inner step, and leave the end of the slot to :meth:`end_epoch`; as in :class:`~shoal.Optimizer`.
+
+        With a ``fragment_sync_delay``, this waits for the result of a round that is due.
+
+        Returns:
+            Whether the batch is used. It is not if it has no gradients, or if this peer is behind the others: then
+            :meth:`catch_up` is needed.
+        """
+        self._begin_step(None, batch_size, None)
+        self._catching_up.keep_up()
+        if self.inner.has_no_gradients() or self._catching_up.is_needed():
+            return False
+        self._make_inner_step(batch_size, None)
+        self._rounds.apply_what_is_due()
+        return True
+
+    def end_epoch(self) -> bool:
+        """End the slot now, whatever peers have done in it. Returns whether this peer is at another slot."""
+        self.tracker.await_introduction()
+        slot = self.local_epoch
+        if not self.catch_up():
+            self._exchange(lambda: True)
+        return self.local_epoch != slot
+
+    def catch_up(self) -> bool:
+        """Download what this peer lacks, if it must not train without it. Returns whether it was behind.
+
+        After failed attempts this waits for a moment instead.
+
+        Raises:
+            SettingsMismatch: this peer's settings are not those of its run.
+        """
+        self._check_open()
+        self.tracker.look_at_company()
+        return self._catch_up()
 
     def _follow(self, epoch: int) -> None:
         self._rounds.counter.go_to(epoch)

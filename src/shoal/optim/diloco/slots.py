@@ -31,7 +31,7 @@ from shoal.optim.diloco.settings import OuterSettings
 from shoal.optim.history.fork_choice import weights_of
 from shoal.optim.history.journal import MOST
 from shoal.optim.history.window import EPOCHS_AHEAD, is_behind, last_epoch_in_first_round
-from shoal.optim.progress.board import EpochRule
+from shoal.optim.progress.board import FAR_AHEAD, EpochRule
 from shoal.optim.progress.records import (
     Companion,
     GlobalTrainingProgress,
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Beyond all slots.
 ANY_SLOT = MOST
-# In seconds, some thirty years. Chosen: stands for an unknown end of a slot, because messages cannot hold infinity.
-FAR_AHEAD = 1e9
 
 
 def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:

@@ -37,6 +37,8 @@ LATEST_SECONDS = 0.15
 # If a larger share of the target than this is extrapolated from older records, this peer asks before it ends the epoch.
 # Chosen.
 MOST_GUESSED = 0.05
+# In seconds, some thirty years. Chosen: stands for an unknown end of an epoch, because messages cannot hold infinity.
+FAR_AHEAD = 1e9
 # The most goodbyes that are remembered, so that late records of departed peers do not bring them back. Chosen.
 MAX_DEPARTED = 1024
 
