@@ -80,6 +80,13 @@ def test_initial_beam_and_successors() -> None:
             MoEBeamSearcher(dht, "expert.01", (4, 4))
 
 
+def test_experts_of_another_grid_are_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with swarm(1) as [dht]:
+        declare_experts(dht, ["e.0.1", "e.1.1.1"], soon())
+        assert uids_of(MoEBeamSearcher(dht, "e.", (2, 2)).find_best_experts([[0.0, 1.0]] * 2, 4)) == ["e.0.1"]
+    assert "expert e.1.1.1 has 3 numbers, and the grid e.2.2: give either another prefix" in caplog.text
+
+
 def test_nothing_alive_gives_an_empty_list() -> None:
     with swarm(1) as [dht]:
         for dimensions in (1, 2, 3):
