@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shoal import DHT
+from shoal.moe import beam_search
 from shoal.moe.beam_search import MoEBeamSearcher
 from shoal.moe.declare import declare_experts
 from shoal.moe.uids import ExpertInfo
@@ -106,9 +107,18 @@ def test_empty_prefixes_are_marked_for_others_until_the_configured_time() -> Non
         mark = found[0].value[-1]  # type: ignore[union-attr]
         assert mark.value is None
         assert soon(150) < mark.expiration_time < soon(200)
+
+
+def test_copies_of_marks_hide_no_new_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beam_search, "EMPTY_SECONDS", 0.0)
+    with swarm(8, num_replicas=1) as [server, *others]:
+        searchers = [MoEBeamSearcher(dht, "ffn.", (1, 9)) for dht in others]
+        for _ in range(2):
+            assert not any(searcher.get_initial_beam([6.0], beam_size=1) for searcher in searchers)
         declare_experts(server, ["ffn.0.7"], soon())
-        [(_, _, successors)] = searcher.get_initial_beam([6.0], beam_size=1)
-        assert [*successors] == [7], "a mark hides no expert"
+        for searcher in searchers:
+            [(_, _, successors)] = searcher.get_initial_beam([6.0], beam_size=1)  # type: ignore[misc]
+            assert [*successors] == [7]
 
 
 def declared(dht: DHT, uid: str) -> None:
