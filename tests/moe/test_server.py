@@ -363,7 +363,10 @@ def test_cause_of_a_failed_start_is_raised() -> None:
         server = Server(dht, {}, start=True)
         with pytest.raises(P2PDaemonError, match="registered already"):
             Server(dht, {}, start=True)
+        assert server.is_alive()
+        assert dht.is_alive()
         server.shutdown()
+        assert not dht.is_alive()
         server.join(SOON)
 
 
