@@ -19,6 +19,7 @@ pytestmark = pytest.mark.oldest
 
 NAMES = {
     "shoal": """
+        RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts moe ModuleBackend Server register_expert_class
         DHT DecentralizedAverager Optimizer GradScaler TrainingAverager __version__
         averaging compression dht optim p2p utils
         CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
@@ -63,6 +64,35 @@ NAMES = {
     "shoal.compression.adaptive": "AdaptiveCompressionBase",
     "shoal.compression.quantization": "Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization",
     "shoal.compression.serialization": "serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream",
+    "shoal.moe": "RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts declare_experts get_experts",
+    "shoal.moe.client": "RemoteExpert RemoteMixtureOfExperts RemoteSwitchMixtureOfExperts",
+    "shoal.moe.client.beam_search": "MoEBeamSearcher",
+    "shoal.moe.client.expert": """
+        DUMMY RemoteExpert batch_create_remote_experts create_remote_experts expert_backward expert_forward
+        get_server_stub
+    """,
+    "shoal.moe.client.moe": "RemoteMixtureOfExperts",
+    "shoal.moe.client.remote_expert_worker": "RemoteExpertWorker",
+    "shoal.moe.client.switch_moe": "RemoteSwitchMixtureOfExperts",
+    "shoal.moe.expert_uid": """
+        Coordinate ExpertInfo ExpertPrefix ExpertUID FLAT_EXPERT Score UID_DELIMITER is_valid_prefix is_valid_uid
+        split_uid
+    """,
+    "shoal.moe.server": """
+        ModuleBackend Server background_server declare_experts get_experts register_expert_class
+    """,
+    "shoal.moe.server.checkpoints": "CheckpointSaver store_experts load_experts is_directory",
+    "shoal.moe.server.connection_handler": "ConnectionHandler",
+    "shoal.moe.server.dht_handler": "DHTHandlerThread declare_experts get_experts",
+    "shoal.moe.server.layers": """
+        name_to_block name_to_input schedule_name_to_scheduler register_expert_class add_custom_models_from_file
+    """,
+    "shoal.moe.server.layers.lr_schedule": "get_linear_schedule_with_warmup",
+    "shoal.moe.server.layers.optim": "OptimizerWrapper ClippingWrapper",
+    "shoal.moe.server.module_backend": "ModuleBackend",
+    "shoal.moe.server.runtime": "Runtime StatsReporter",
+    "shoal.moe.server.server": "Server background_server _generate_uids",
+    "shoal.moe.server.task_pool": "TaskPool TaskPoolBase Task",
     "shoal.optim": "Optimizer GradScaler TrainingAverager",
     "shoal.optim.grad_scaler": "GradScaler",
     "shoal.optim.training_averager": "TrainingAverager",
@@ -114,7 +144,7 @@ NAMES = {
         TimedStorage ValueWithExpiration HeapEntry DHTExpiration get_dht_time MAX_DHT_TIME_DISCREPANCY_SECONDS
     """,
 }
-"""Not here because it is out of scope: mixtures of experts, protobuf messages, futures across processes."""
+"""Not here because it is out of scope: protobuf messages, futures across processes."""
 
 SIGNATURES = {
     # --- the table
@@ -183,6 +213,57 @@ SIGNATURES = {
     "shoal.dht.crypto.RSASignatureValidator": "private_key=None",
     "shoal.dht.schema.SchemaValidator": "schema, allow_extra_keys=True, prefix=None",
     "shoal.dht.schema.conbytes": "*, regex=None, **kwargs",
+    # --- servers of experts
+    "shoal.ModuleBackend": """
+        name, module, *, optimizer=None, scheduler=None, args_schema=None, kwargs_schema=None, outputs_schema=None,
+        **kwargs
+    """,
+    "shoal.ModuleBackend.forward": "self, *inputs",
+    "shoal.ModuleBackend.backward": "self, *inputs",
+    "shoal.ModuleBackend.on_backward": "self, batch_size",
+    "shoal.ModuleBackend.state_dict": "self",
+    "shoal.ModuleBackend.load_state_dict": "self, state_dict",
+    "shoal.ModuleBackend.get_info": "self",
+    "shoal.ModuleBackend.get_pools": "self",
+    "shoal.Server": """
+        dht, module_backends, num_connection_handlers=1, update_period=30, expiration=None, start=False,
+        checkpoint_dir=None, **kwargs
+    """,
+    "shoal.Server.create": """
+        num_experts=None, expert_uids=None, expert_pattern=None, expert_cls="ffn", hidden_dim=1024,
+        optim_cls=torch.optim.Adam, scheduler="none", num_warmup_steps=None, num_training_steps=None,
+        clip_grad_norm=None, num_handlers=None, min_batch_size=1, max_batch_size=4096, device=None, initial_peers=(),
+        checkpoint_dir=None, compression=shoal.CompressionType.NONE, stats_report_interval=None,
+        custom_module_path=None, update_period=30, expiration=None, *, start, **kwargs
+    """,
+    "shoal.Server.run_in_background": "self, await_ready=True, timeout=None",
+    "shoal.Server.shutdown": "self",
+    "shoal.Server.join": "self, timeout=None",
+    "shoal.moe.background_server": "*args, shutdown_timeout=5, **kwargs",
+    "shoal.register_expert_class": "name, sample_input",
+    "shoal.moe.server.server._generate_uids": "num_experts, expert_pattern, dht, attempts_per_expert=10",
+    "shoal.moe.server.connection_handler.ConnectionHandler": """
+        dht, module_backends, *, balanced=True, shutdown_timeout=3, start=False
+    """,
+    "shoal.moe.server.dht_handler.DHTHandlerThread": "module_backends, dht, update_period=30, expiration=None",
+    "shoal.moe.server.runtime.Runtime": """
+        module_backends, prefetch_batches=64, sender_threads=1, device=None, stats_report_interval=None
+    """,
+    "shoal.moe.server.runtime.Runtime.process_batch": "self, pool, batch_index, *batch",
+    "shoal.moe.server.task_pool.TaskPool": """
+        process_func, max_batch_size, name, min_batch_size=1, timeout=None, pool_size=None, prefetch_batches=1,
+        daemon=True, start=False
+    """,
+    "shoal.moe.server.task_pool.TaskPool.submit_task": "self, *args",
+    "shoal.moe.server.checkpoints.CheckpointSaver": "module_backends, checkpoint_dir, update_period",
+    "shoal.moe.server.checkpoints.store_experts": "experts, checkpoint_dir",
+    "shoal.moe.server.checkpoints.load_experts": "experts, checkpoint_dir",
+    "shoal.moe.server.layers.add_custom_models_from_file": "path",
+    "shoal.moe.server.layers.optim.ClippingWrapper": "optim, clip_grad_norm",
+    "shoal.moe.server.layers.optim.OptimizerWrapper": "optim",
+    "shoal.moe.server.layers.lr_schedule.get_linear_schedule_with_warmup": """
+        optimizer, num_warmup_steps, num_training_steps
+    """,
     # --- peers
     "shoal.P2P.create": """
         initial_peers=None, *, announce_maddrs=None, host_maddrs=None, identity_path=None, idle_timeout=30,
@@ -354,6 +435,36 @@ SIGNATURES = {
     """,
     "shoal.PerformanceEMA": "alpha=0.1, eps=1e-20, paused=False",
     "shoal.PerformanceEMA.update": "self, task_size, interval=None",
+    # --- experts
+    "shoal.moe.declare_experts": "dht, uids, expiration_time, wait=True",
+    "shoal.moe.get_experts": "dht, uids, expiration_time=None, return_future=False",
+    "shoal.RemoteExpert": "expert_info, p2p",
+    "shoal.moe.client.expert.create_remote_experts": "infos, dht, return_future=False",
+    "shoal.moe.client.expert.batch_create_remote_experts": "infos, dht, return_future=False",
+    "shoal.moe.client.expert.get_server_stub": "p2p, peer_id",
+    "shoal.moe.client.remote_expert_worker.RemoteExpertWorker.run_coroutine": "coro, return_future=False",
+    "shoal.moe.client.beam_search.MoEBeamSearcher": """
+        dht, uid_prefix, grid_size, num_workers=None, negative_caching=True, cache_expiration=300, **kwargs
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.get_initial_beam": "self, scores, beam_size, return_future=False",
+    "shoal.moe.client.beam_search.MoEBeamSearcher.get_active_successors": """
+        self, prefixes, grid_size=None, return_future=False
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.find_best_experts": """
+        self, grid_scores, beam_size, return_future=False
+    """,
+    "shoal.moe.client.beam_search.MoEBeamSearcher.batch_find_best_experts": """
+        self, batch_grid_scores, beam_size, return_future=False
+    """,
+    "shoal.RemoteMixtureOfExperts": """
+        *, in_features, grid_size, dht, uid_prefix, k_best, k_min=1, forward_timeout=None, timeout_after_k_min=None,
+        backward_k_min=1, backward_timeout=None, detect_anomalies=False, allow_zero_outputs=False, **dht_kwargs
+    """,
+    "shoal.RemoteMixtureOfExperts.compute_expert_scores": "self, grid_scores, batch_experts",
+    "shoal.RemoteSwitchMixtureOfExperts": """
+        *, grid_size, utilization_alpha=0.9, grid_dropout=1.0, jitter_eps=0.01, k_best=1, k_min=0, backward_k_min=0,
+        allow_zero_outputs=True, **kwargs
+    """,
     # --- utilities
     "shoal.MSGPackSerializer.dumps": "obj",
     "shoal.MSGPackSerializer.loads": "buf",
@@ -439,6 +550,10 @@ MEMBERS = {
         fetched_global_progress_this_epoch
     """,
     "shoal.Optimizer": "local_epoch local_progress use_local_updates use_gradient_averaging param_groups state opt",
+    "shoal.RemoteExpert": "uid peer_id stub info",
+    "shoal.RemoteMixtureOfExperts": "info proj beam_search",
+    "shoal.RemoteSwitchMixtureOfExperts": "grid_utilization",
+    "shoal.moe.expert_uid.ExpertInfo": "uid peer_id",
     "shoal.P2P": "peer_id is_alive",
     "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity __lt__ __hash__ __eq__ __str__",
     "shoal.utils.multiaddr.Multiaddr": """
@@ -487,6 +602,7 @@ VALUES = {
         "BLOCKWISE_4BIT": 7,
     },
     "shoal.averaging.partition": {"DEFAULT_PART_SIZE_BYTES": 2**19},
+    "shoal.moe.expert_uid": {"UID_DELIMITER": ".", "FLAT_EXPERT": -1},
     "shoal.utils": {"MAX_DHT_TIME_DISCREPANCY_SECONDS": 3},
     "shoal.dht.DHTID": {"MIN": 0, "MAX": 2**160, "HASH_NBYTES": 20},
     "shoal.dht": {"DEFAULT_NUM_WORKERS": 4},

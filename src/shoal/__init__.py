@@ -66,6 +66,9 @@ _HOMES = {
     ),
     "shoal.moe": (
         "ModuleBackend",
+        "RemoteExpert",
+        "RemoteMixtureOfExperts",
+        "RemoteSwitchMixtureOfExperts",
         "Server",
         "register_expert_class",
     ),
@@ -144,7 +147,14 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.moe import ModuleBackend, Server, register_expert_class
+    from shoal.moe import (
+        ModuleBackend,
+        RemoteExpert,
+        RemoteMixtureOfExperts,
+        RemoteSwitchMixtureOfExperts,
+        Server,
+        register_expert_class,
+    )
     from shoal.optim import (
         DiLoCo,
         GradScaler,
@@ -188,6 +198,9 @@ __all__ = [
     "PerTensorCompression",
     "PerformanceEMA",
     "Quantile8BitQuantization",
+    "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SerializedTensor",

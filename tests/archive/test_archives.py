@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal import DHT, DiLoCo, Optimizer, load_archive
+from shoal import DHT, DecentralizedAverager, DiLoCo, Optimizer, load_archive
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import DAY, Token
 from shoal.archive.keeping import Archiver
@@ -265,6 +265,18 @@ def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
         archiver.close()
 
 
+def test_run_of_sharded_peers_is_a_clear_error(make_dhts, closing, tmp_path) -> None:
+    first, other = make_dhts(2, clients=1)
+    closing(DecentralizedAverager([torch.zeros(1)], first, prefix=f"{RUN}_outer_averager_0_of_4", start=True))
+    wait_until(lambda: other.get(f"{RUN}_outer_averager_0_of_4.all_averagers"), "the donor is declared")
+    archiver = Archiver(other, RUN, Store(tmp_path))
+    try:
+        with pytest.raises(ArchiveError, match="its peers have 4 processes each, which share the model"):
+            archiver.write_one()
+    finally:
+        archiver.close()
+
+
 def test_archiving_a_private_run_needs_the_train_role(tmp_path) -> None:
     secret = Token.new_run("friends")
     monitor = secret.invite(ROLES_BY_NAME["monitor"], int(time.time() + DAY)).text
@@ -328,7 +340,7 @@ def test_failed_write_waits_for_the_next_archive(make_dhts, closing, tmp_path, m
         attempts.append(self)
         raise ArchiveError("the disk is full")
 
-    monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(Store, "write_contents", write)
     archiver = Archiver(make_dhts(1, clients=1)[0], RUN, Store(tmp_path), every=3600.0, say=lines.append)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(archiver.run, stop)

@@ -222,8 +222,10 @@ def test_a_tensor_stands_in_one_file_only(folder: Path) -> None:
         {"format": 2**60},
         {"files": {HOSTILE_TEXT: {"bytes": -1}}},
         {"files": {"a": {"bytes": HOSTILE_TEXT}}},
+        {"count": 2**60},
+        {"stages": {"0": HOSTILE_TEXT}},
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_texts_of_a_manifest_are_quoted_and_cut(folder: Path, changes: dict[str, Any]) -> None:
     found = {**msgspec.json.decode((folder / MANIFEST).read_bytes()), **changes}

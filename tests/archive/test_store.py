@@ -258,8 +258,8 @@ def test_archives_of_two_runs_do_not_mix(tmp_path: Path) -> None:
 def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
     Store(tmp_path).write(RUN, "Optimizer", small_state(1))
     path = tmp_path / "000001-epoch-1" / MANIFEST
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ArchiveError, match="has format 2"):
+    path.write_text(path.read_text().replace('"format": 1', '"format": 3'))
+    with pytest.raises(ArchiveError, match="has format 3"):
         Store.open(tmp_path / "000001-epoch-1")
 
 
@@ -269,8 +269,8 @@ def test_newer_formats_are_not_removed(tmp_path: Path) -> None:
     for epoch in (1, 2):
         store.write(RUN, "Optimizer", small_state(epoch))
     path = tmp_path / "000001-epoch-1" / MANIFEST
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2, "more": [1]').replace('"kind"', '"what"'))
-    with pytest.raises(ArchiveError, match="has format 2"):
+    path.write_text(path.read_text().replace('"format": 1', '"format": 3, "more": [1]').replace('"kind"', '"what"'))
+    with pytest.raises(ArchiveError, match="has format 3"):
         store.manifest("000001-epoch-1")
     store.prune(1)
     assert store.folders() == ["000002-epoch-2", "000001-epoch-1"]

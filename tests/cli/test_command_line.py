@@ -15,7 +15,7 @@ import pytest
 from shoal.cli.__main__ import build_parser, main
 
 README = Path(__file__).parents[2] / "README.md"
-COMMANDS = ("demo", "dht", "doctor", "monitor", "archive", "revive", "token")
+COMMANDS = ("demo", "plan", "dht", "doctor", "monitor", "archive", "revive", "server", "token")
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -64,11 +64,13 @@ def test_optional_arguments_are_shown_as_optional(command: str, capsys: pytest.C
         assert parser.parse_args([command]).addresses == []
 
 
+PLAN = ["plan", "--parameters", "7e9", "--peers", "20", "--uplink", "50", "--memory", "16"]
 ARCHIVE, WATCH = ["archive", "ADDRESS", "x", "--run", "r"], ["monitor", "ADDRESS", "--run", "r"]
 VALUES = [
     ([*ARCHIVE, "--every"], {"90s": 90, "10m": 600, "2h": 7200, "1.5": 1.5, "1d": 86400}),
     ([*ARCHIVE, "--rate"], {"5M": 5e6}),
     (["dht", "--relay-rate"], {"5M": 5e6, "800k": 8e5, "1.5g": 1.5e9, "1000": 1000.0}),
+    ([*PLAN, "--parameters"], {"7e9": 7e9, "7B": 7e9, "350m": 3.5e8, "1.5T": 1.5e12, "80k": 8e4}),
 ]
 REFUSED = [
     ([*ARCHIVE, "--every"], "a time such as 90s, 10m or 2h", ["soon", "0s"]),
@@ -79,6 +81,11 @@ REFUSED = [
     (["token", "invite", "--days"], "a number of days up to 3650", ["0", "-1", "nan", "inf", "4000", "ten"]),
     (["monitor", "ADDRESS", "--run"], "the run_id of the optimizers, which has no dots", ["my.run"]),
     ([*WATCH, "--web"], "the number of a port, from 0 to 65535", ["x", "-1", "70000"]),
+    ([*PLAN, "--parameters"], "a number of parameters, such as 7e9 or 350M", ["0", "-1", "nan", "1e15", "B", "many"]),
+    ([*PLAN, "--peers"], "a number from 2 on", ["1", "0", "-3", "2.5", "all"]),
+    ([*PLAN, "--uplink"], "megabits per second, such as 50", ["0", "-1", "inf", "nan", "fast"]),
+    ([*PLAN, "--memory"], "gigabytes, such as 16", ["0", "inf", "16GB"]),
+    ([*PLAN, "--round-trip"], "milliseconds, such as 60", ["-1", "inf", "far"]),
     ([*WATCH, "--goal-epochs"], "the number of an epoch, from 1", ["0", "-3", "ten"]),
 ]
 
@@ -153,7 +160,7 @@ def test_a_shell_completes_words(line: str, expected: list[str], tmp_path: Path)
         ("dht --xyz", "usage: shoal dht", "unrecognized arguments: --xyz\n"),
         ("mointor", "usage: shoal [-h]", "there is no command 'mointor'. Did you mean monitor?"),
         ("token nwe", "usage: shoal token [-h]", "there is no command 'nwe'. Did you mean new?"),
-        ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. Commands: demo, dht, "),
+        ("xyzzy", "usage: shoal [-h]", "there is no command 'xyzzy'. Commands: demo, plan, "),
     ],
 )
 def test_mistyped_words_show_their_command_s_usage(

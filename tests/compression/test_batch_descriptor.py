@@ -22,6 +22,14 @@ def test_a_batch_is_described_without_its_length() -> None:
     zeros = batch.make_zeros(4)
     assert (zeros.shape, zeros.dtype, zeros.requires_grad) == ((4, 5, 7), torch.float16, True)
     assert batch.make_zeros(2, 3, device="meta").shape == (2, 3, 5, 7)
+    assert not batch.make_zeros(2, requires_grad=False).requires_grad
+    for size in ([5, 7], (5, 7), torch.Size((5, 7))):
+        assert BatchTensorDescriptor(size, dtype=None) == BatchTensorDescriptor(5, 7)
+    codes = [
+        BatchTensorDescriptor.from_tensor(torch.ones(3, dtype=each), CompressionType.FLOAT16).compression
+        for each in (torch.half, torch.int)
+    ]
+    assert codes == [CompressionType.FLOAT16, CompressionType.NONE]
     with pytest.raises(ValueError, match="length"):
         batch.numel()
     with pytest.raises(AssertionError, match="size of the batch"):

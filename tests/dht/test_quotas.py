@@ -19,7 +19,7 @@ from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, AcceptedRecords, DHTRecord, Reason
 from shoal.metrics import Metrics
-from shoal.net.server import Server
+from shoal.net.server import CallServer
 from shoal.net.transport import Stream
 from shoal.p2p import Multiaddr
 from tests.dht.swarm import Swarm, addresses
@@ -364,13 +364,13 @@ async def test_a_node_charges_those_who_store():
 )
 @in_virtual_time
 async def test_networks_follow_from_connection_addresses(seen, network, monkeypatch):
-    accept = Server.accept
+    accept = CallServer.accept
 
-    def accept_from_there(server: Server, stream: Stream) -> None:
+    def accept_from_there(server: CallServer, stream: Stream) -> None:
         stream.remote_address = Multiaddr(seen)
         accept(server, stream)
 
-    monkeypatch.setattr(Server, "accept", accept_from_there)
+    monkeypatch.setattr(CallServer, "accept", accept_from_there)
     swarm = Swarm()
     node, other = await swarm.node(), await swarm.node()
     other.p2p.add_addresses(node.peer_id, await addresses(node))
@@ -389,13 +389,13 @@ async def test_networks_follow_from_connection_addresses(seen, network, monkeypa
 
 @in_virtual_time
 async def test_peer_belongs_to_the_network_it_connects_from(monkeypatch):
-    accept, places = Server.accept, ["/ip4/192.168.1.5/tcp/1"]
+    accept, places = CallServer.accept, ["/ip4/192.168.1.5/tcp/1"]
 
-    def accept_from_there(server: Server, stream: Stream) -> None:
+    def accept_from_there(server: CallServer, stream: Stream) -> None:
         stream.remote_address = Multiaddr(places[-1])
         accept(server, stream)
 
-    monkeypatch.setattr(Server, "accept", accept_from_there)
+    monkeypatch.setattr(CallServer, "accept", accept_from_there)
     swarm = Swarm()
     node, other = await swarm.node(), await swarm.node()
     other.p2p.add_addresses(node.peer_id, await addresses(node))

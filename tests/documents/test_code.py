@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -24,10 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.access.tokens import Token
+from shoal.archive.contents import CheckedState
 from shoal.archive.keeping import Archiver
 from shoal.archive.store import Store
 from shoal.base.closeable import Facade
 from shoal.compression.base import CompressionInfo
+from shoal.moe import layers
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -115,7 +118,11 @@ def archives(setting: Setting) -> None:
             archiver.write_one()
             archiver.close()
     setting.names["optimizer"] = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    setting.replaced = {"/mnt/archives/my_run": str(folder)}
+    state, other = Store.open(folder).state, setting.folder / "stages"
+    stages = {n: CheckedState.of(f"llama_stage_{n}", "Optimizer", state) for n in range(2)}
+    Store(other).write_contents("llama", stages, count=2)
+    setting.names["make_stages"] = [lambda: copy.deepcopy(model)] * 2
+    setting.replaced = {"/mnt/archives/my_run": str(folder), "/mnt/archives/llama": str(other)}
     setting.says = "my_run 1 "
 
 
@@ -134,6 +141,18 @@ def data(setting: Setting) -> None:
     setting.learns()
     setting.names["dht"] = setting.dht()
     setting.replaced = {"num_workers=4": "num_workers=0", "range(10)": "range(2)"}
+
+
+def experts(setting: Setting) -> None:
+    def end() -> None:
+        for each in setting.names.values():
+            if isinstance(each, shoal.Server):
+                each.shutdown()
+                each.join()
+
+    setting.stack.callback(end)
+    for registered in (layers.name_to_block, layers.name_to_input):
+        setting.stack.callback(registered.pop, "perceptron", None)  # type: ignore[attr-defined]
 
 
 def gradients(setting: Setting) -> None:
@@ -206,7 +225,10 @@ def stages(setting: Setting) -> None:
 
 
 def which_one(setting: Setting) -> None:
-    setting.says = "350 MB for each exchange"
+    setting.names = {"torch": torch}
+    setting.says = (
+        "350 MB for each exchange of 100 million parameters in float16\n64 values for each sample instead of 512"
+    )
 
 
 def training(setting: Setting) -> None:
@@ -219,6 +241,7 @@ SETTINGS: dict[str, Callable[[Setting], None]] = {
     "docs/coming-from.md": Setting.learns,
     "docs/compression.md": compression,
     "docs/data.md": data,
+    "docs/experts.md": experts,
     "docs/gradients.md": gradients,
     "docs/huggingface.md": huggingface,
     "docs/lightning.md": lightning,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tomllib
 
-from shoal.cli.__main__ import build_parser
+from shoal.cli.__main__ import build_parser, main
+from shoal.cli.plan.command import percent
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, inline_commands, name_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -73,6 +76,28 @@ def check(words: list[str], shown: set[str]) -> None:
         assert all((ROOT / word).is_file() for word in named)
     else:
         assert program in FOREIGN, f"tell tests/documents what may be said with {program}"
+
+
+PLANS = [(a, b) for a, b in pairwise(BLOCKS) if a.code.startswith("shoal plan ") and b.language == "text"]
+
+
+@pytest.mark.parametrize(("command", "shown"), [pytest.param(a, b, id=a.place) for a, b in PLANS])
+def test_plans_are_what_the_command_prints(command: Block, shown: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command.code)[1:]) == 0
+    assert capsys.readouterr().out.startswith(shown.code)
+
+
+def test_table_of_plans_is_what_the_command_recommends(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/which-one.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+[MB]) \|(.*) \|$", text, re.MULTILINE)
+    lines = re.findall(r"(\d+) Mbit/s \|", text[: text.index(f"\n| {rows[0][0]} |")].rpartition("\n| parameters")[2])
+    assert len(rows) * len(lines) >= 12
+    for parameters, cells in rows:
+        for line, cell in zip(lines, cells.split("|"), strict=True):
+            assert main(f"plan --parameters {parameters} --peers 20 --uplink {line} --memory 24 --json".split()) == 0
+            told = json.loads(capsys.readouterr().out)
+            share = next(each["share"] for each in told["ways"] if each["name"] == told["recommended"])
+            assert cell.strip() == f"{told['recommended']}: {percent(share)}"
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES if inline_commands(page)])

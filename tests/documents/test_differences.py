@@ -47,6 +47,23 @@ peers of a run | tests/optim/test_company.py::test_a_newcomer_with_another_optio
 whatever a | tests/guard/test_policy.py::test_a_stranger_that_does_not_come_counts_for_nothing_until_it_has_paid_for_it
 `load_state_from_peers` of `Optimizer` | tests/optim/test_optimizer.py::test_a_newcomer_may_refuse_the_state
 your | tests/optim/test_optimizer_options.py::test_checkpoints_restore_state_and_epoch
+a call of an expert | tests/moe/test_expert.py::test_silent_server_is_a_timeout_and_learns_of_it
+a backward pass whose | tests/moe/test_expert.py::test_each_backward_trains_once_even_if_its_answer_is_lost
+results and gradients are | tests/moe/test_expert.py::test_results_are_where_the_inputs_are
+a mixture sends each | tests/moe/test_mixture.py::test_output_is_weighted_and_each_expert_is_asked_once
+`k_min` answers are enough | tests/moe/test_mixture.py::test_each_sample_needs_answers
+`k_min=0` makes | tests/moe/test_mixture.py::test_time_limits_hold
+a dead expert is | tests/moe/test_mixture.py::test_failed_experts_have_no_weight_and_are_avoided
+the loss that balances | tests/moe/test_mixture.py::test_switch_balances_its_experts
+empty marks in grids | tests/moe/test_beam_search.py::test_marks_of_a_flat_grid_do_not_refuse_experts
+one request of a | tests/moe/test_server.py::test_only_the_wrong_one_of_merged_requests_fails
+an empty batch, or | tests/serving/test_runtime.py::test_short_batch_leaves_at_its_timeout
+a server has eight | tests/moe/test_server.py::test_experts_are_declared_and_withdrawn
+`clip_grad_norm` or a | tests/moe/test_backend.py::test_contradictions_are_refused
+`background_server` hangs | tests/moe/test_server.py::test_background_server_that_cannot_start
+checkpoints of experts | tests/moe/test_backend.py::test_old_checkpoints_are_deleted
+`compression` of a | tests/moe/test_server.py::test_codecs_reach_all_four_kinds_of_tensors
+records of experts are | tests/moe/test_declaring.py::test_each_expert_has_the_records_of_its_prefixes
 older versions of Python | tests/test_oldest.py::test_the_lowest_version_is_tested
 `MPFuture` works across processes | tests/test_futures.py::test_another_loop_awaits_what_the_background_loop_does
 `hivemind-dht` has a new | tests/cli/test_dht_command.py::test_scripts_read_the_addresses_from_stderr

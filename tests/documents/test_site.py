@@ -24,7 +24,7 @@ from tests.test_inherited_api import NAMES
 DOCS = ROOT / "docs"
 FROM_OUTSIDE = {"benchmark-programs.md", "changelog.md", "contributing.md", "deploy.md"}
 """Pages that are made of documents outside docs/, by tools/docs_site.py."""
-ROOMS = ("archive", "averaging", "compression", "data", "dht", "errors", "lightning", "optim", "p2p", "testing")
+ROOMS = ("archive", "averaging", "compression", "data", "dht", "errors", "lightning", "moe", "optim", "p2p", "testing")
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "tests").rglob("README.md"))]
 
 
@@ -67,7 +67,7 @@ def test_the_reference_has_every_public_name_once() -> None:
 def test_all_top_level_hivemind_names_exist() -> None:
     table = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("### Names")[2].partition("## From Dist")[0]
     told = set(re.findall(r"`(\w+)`", table))
-    rooms = {"averaging", "compression", "dht", "optim", "p2p", "utils", "__version__"}
+    rooms = {"averaging", "compression", "dht", "moe", "optim", "p2p", "utils", "__version__"}
     new = {"BFloat16Compression", "Blockwise4BitQuantization"}
     assert set(NAMES["shoal"].split()) - rooms - new <= told
     for name in told - rooms:

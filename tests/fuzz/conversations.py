@@ -22,7 +22,7 @@ from shoal.metrics import Metrics
 from shoal.net.connection import Connection, Hello
 from shoal.net.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.net.memory import MemoryNetwork
-from shoal.net.server import Server
+from shoal.net.server import CallServer
 from shoal.net.tcp.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
 from shoal.net.tcp.stream import TcpStream
 from shoal.net.transport import Session, decode_header, receive_frame
@@ -171,7 +171,7 @@ async def _frame(hostile: tuple[type[Header], bytes]) -> str:
 # --- a node -----------------------------------------------------------------------------------------------------------
 
 
-async def _serve(server: Server, stream: ScriptedStream) -> None:
+async def _serve(server: CallServer, stream: ScriptedStream) -> None:
     """Let it serve a stranger, who leaves when the node listens no more."""
     server.accept(stream)
     while tasks := server.tasks():

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.base.tasks import cancel_and_wait
 from shoal.errors import ShoalError, StreamClosedError
-from shoal.net.server import Server
+from shoal.net.server import CallServer
 from shoal.net.tcp import stream as tcp_stream
 from shoal.net.tcp.listener import UnauthenticatedLimits
 from shoal.net.tcp.sessions import TcpSession
@@ -446,17 +446,17 @@ async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: p
 @pytest.mark.parametrize("kind", KINDS)
 async def test_serving(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side of a call: the task that serves it is cancelled, as by the end of its connection."""
-    original = Server.serve
+    original = CallServer.serve
     attempts: list[CancelAt] = []
 
-    async def serve(self: Server, connection: Any) -> None:
+    async def serve(self: CallServer, connection: Any) -> None:
         attempts.append(CancelAt(original(self, connection), len(attempts), way))
         await attempts[-1]
 
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)
-        monkeypatch.setattr(Server, "serve", serve)
+        monkeypatch.setattr(CallServer, "serve", serve)
 
         async def echo() -> None:
             async with stub(caller, server).rpc_echo() as call:

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import BusyError, ReactorError
 from shoal.serving.runtime import Runtime
-from shoal.serving.task_pool import JobPool, TaskPool, TaskPoolBase
+from shoal.serving.task_pool import FinalError, JobPool, TaskPool, TaskPoolBase
 
 SOON = 10.0
 
@@ -78,6 +78,22 @@ def test_bad_request_harms_no_other() -> None:
         with pytest.raises(ValueError, match="negative"):
             bad.result(SOON)
         assert pool.submit_task(rows(3)).result(SOON)[0].item() == 6
+
+
+def test_batch_that_has_had_an_effect_is_not_tried_again() -> None:
+    sizes: list[int] = []
+
+    def fail(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes.append(len(batch))
+        raise FinalError("too late")
+
+    pool = TaskPool(fail, max_batch_size=9, name="p")
+    futures = [pool.submit_task(rows(1)) for _ in range(2)]
+    with running(pool):
+        for future in futures:
+            with pytest.raises(FinalError, match="too late"):
+                future.result(SOON)
+    assert sizes == [2]
 
 
 @pytest.mark.parametrize("batch", [(), (torch.empty(0, 2),), (torch.ones(5, 2),), (torch.ones(2), torch.ones(3))])

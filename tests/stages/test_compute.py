@@ -68,11 +68,18 @@ def make_data(step: int) -> list[tuple[StageTask, torch.Tensor, torch.Tensor]]:
     return [(each, *torch.randint(0, WORDS, (2, SAMPLES), generator=generator)) for each in tasks]
 
 
-def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tuple[list[nn.Module], list[float]]:
+def halve(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def train_alone(
+    make: Callable[..., torch.optim.Optimizer], clips: bool, scheduler: Any = None
+) -> tuple[list[nn.Module], list[float]]:
     """Train with the same random numbers, in the plainest way."""
     modules, norms = make_modules(), []
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = make(parameters)
+    schedule = None if scheduler is None else scheduler(optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
         for task, words, labels in make_data(step):
@@ -84,6 +91,8 @@ def train_alone(make: Callable[..., torch.optim.Optimizer], clips: bool) -> tupl
         if clips:
             norms.append(nn.utils.clip_grad_norm_(parameters, MAX_NORM).item())
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     return modules, norms
 
 
@@ -150,18 +159,22 @@ def clip_all(stages: Sequence[StageCompute]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "clips", "keep_graphs"),
-    [(SGD, True, 2**20), (ADAMW, True, 0), (ADAMW, False, 2**20), (SGD, False, 40_000)],
-    ids=["SGD-clipped", "AdamW-clipped-nothing kept", "AdamW", "SGD-little kept"],
+    ("make", "clips", "keep_graphs", "training"),
+    [
+        pytest.param(SGD, True, 2**20, {}, id="SGD-clipped"),
+        pytest.param(ADAMW, True, 0, {}, id="AdamW-clipped-nothing kept"),
+        pytest.param(SGD, False, 40_000, {}, id="SGD-little kept"),
+        pytest.param(ADAMW, True, 2**20, {"offload_optimizer": True, "scheduler": halve}, id="AdamW-offloaded"),
+    ],
 )
-async def test_stages_make_the_steps_of_one_process(make_dhts, make, clips, keep_graphs):
-    expected, norms = await asyncio.to_thread(train_alone, make, clips)
+async def test_stages_make_the_steps_of_one_process(make_dhts, make, clips, keep_graphs, training):
+    expected, norms = await asyncio.to_thread(train_alone, make, clips, training.get("scheduler"))
     if clips:
         assert min(norms) < MAX_NORM < max(norms), "some steps are clipped, some not"
     (dht,), modules = await asyncio.to_thread(make_dhts, 1), make_modules()
     async with Peers() as peers:
         stages = [
-            await peers.add(dht, number, module, {"optimizer": make}, number // 2, keep_graphs=keep_graphs)
+            await peers.add(dht, number, module, {"optimizer": make, **training}, number // 2, keep_graphs=keep_graphs)
             for number, module in enumerate(modules)
         ]
         if clips:
@@ -210,7 +223,7 @@ def microbatch(sequence: int, **changes: Any) -> StageTask:
 async def test_kept_graphs_stay_within_their_bound(make_dhts):
     """Whatever does not fit is computed again, without a graph that takes the memory of one in between."""
     (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
-    x, calls = torch.randn(SAMPLES, WIDTH), []
+    x, calls = torch.randn(SAMPLES, WIDTH, requires_grad=True), []
     module.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     async with Peers() as peers:
         stage = await peers.add(dht, 1, module, {"optimizer": SGD}, keep_graphs=2**30)
@@ -312,7 +325,8 @@ async def test_a_forward_pass_that_cannot_be_repeated_is_noticed(make_dhts):
 )
 async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, options):
     """Fused optimizers change parameters without telling autograd."""
-    (dht,), module, x = await asyncio.to_thread(make_dhts, 1), make_modules()[1], torch.randn(SAMPLES, WIDTH)
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
+    x = torch.randn(SAMPLES, WIDTH, requires_grad=True)
     optimizer = functools.partial(torch.optim.SGD, lr=1.0, **options)
     async with Peers() as peers:
         stage = await peers.add(dht, 1, module, {"optimizer": optimizer})
@@ -324,7 +338,7 @@ async def test_a_graph_of_parameters_before_the_step_is_not_used(make_dhts, opti
         await stage.make_step()
         assert stage.kept_bytes == x.nbytes
         found = (await stage.backward(microbatch(1), [ones]))[0]
-    leaf = x.clone().to(chosen_device()).requires_grad_()
+    leaf = x.detach().to(chosen_device(), copy=True).requires_grad_()
     with seeded(1, 1, chosen_device()):
         module(leaf, {})[0].backward(ones.to(chosen_device()))
     torch.testing.assert_close(found, leaf.grad, rtol=1e-6, atol=1e-6)
@@ -414,6 +428,20 @@ async def test_newcomer_takes_over_the_newest_state(make_dhts):
     assert difference([second.module], [first.module]) == 0.0
 
 
+@pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
+async def test_a_stage_that_starts_over_takes_the_label_of_the_others(make_dhts, inner):
+    """All of its peers have left. The next ones meet at the step of the other stages, and not at each one before it."""
+    async with Peers() as peers:
+        first, second = await add_two(peers, make_dhts, {"optimizer": SGD, **inner}, **inner)
+        for stage in (first, second):
+            await stage.go_to(1000)
+        trackers = [stage.optimizer.tracker for stage in peers.stages]
+        await asyncio.to_thread(wait_until, lambda: all(t.expected_group_size == 2 for t in trackers), "they are two")
+        await push(first, 0)
+        assert await asyncio.gather(*(stage.make_step() for stage in peers.stages)) == [1001, 1001]
+    assert all(map(torch.equal, *(stage.module.parameters() for stage in peers.stages)))
+
+
 async def test_a_peer_leaves_while_it_waits_for_others(make_dhts):
     async with Peers() as peers:
         first, second = await add_two(peers, make_dhts, {"optimizer": ADAMW})
@@ -462,6 +490,7 @@ async def test_kinds_of_modules(make_dhts, kind, keep_graphs):
         outputs = await stage.forward(task, inputs, extras)
         assert outputs["x"].requires_grad
         assert outputs["x"].grad_fn is None
+        assert not outputs["gate"].requires_grad or keep_graphs == 0
         found = await stage.backward(task, [None, ones])
         counted = None if stage.optimizer is None else stage.optimizer.grad_averager.accumulator
         sums = [] if counted is None else [each.clone() for each in counted.buffers]

@@ -96,15 +96,25 @@ def test_the_mover_is_drawn_by_rank_among_those_that_may_be_moved():
 
 def test_only_one_peer_moves_at_a_time():
     peers = swarm([1] * 6, [1])
-    for plans in ({"is_leaving": True, "moves_to": 1}, {"is_joining": True}):
+    for plans in ({"moves_to": 1}, {"is_leaving": True, "moves_to": 1}, {"is_joining": True}):
         peer = next(iter(peers[0]))
         assert move_of(changed(peers, peer, since=NOW - 1, **plans), 0) is None
         long_ago = changed(peers, peer, since=NOW - SETTLING_SECONDS, **plans)
-        assert move_of(long_ago, 0).peer != peer  # it never arrives, and nobody waits for it
-        assert rates_of(long_ago) == {0: 5, 1: 1}
+        assert move_of(long_ago, 0)  # it never arrives, and nobody waits for it
+        assert rates_of(long_ago) == {0: 6 if plans == {"moves_to": 1} else 5, 1: 1}
     leaving = changed(peers, peer, is_leaving=True)  # for good
     assert rates_of(leaving) == {0: 5, 1: 1}
     assert move_of(leaving, 0)
+
+
+def test_a_peer_does_not_move_if_all_others_leave():
+    peers = swarm([1, 1], [])
+    move = move_of(peers, 0)
+    declared = changed(peers, move.peer, moves_to=1, since=NOW)
+    assert may_move(declared, move, 0)
+    (other,) = set(peers[0]) - {move.peer}
+    assert not may_move(changed(declared, other, is_leaving=True), move, 0)
+    assert not may_move(changed(declared, other, is_joining=True, since=NOW), move, 0)
 
 
 def test_a_peer_that_does_not_tell_its_speed_is_as_fast_as_others():
@@ -149,7 +159,7 @@ def test_if_views_differ_still_only_one_moves(stages, rng, step):
             if move is not None and move.peer == peer:
                 declared.append(move)
     for move in declared:
-        plans = {"is_leaving": True, "moves_to": move.target, "since": NOW}
+        plans = {"moves_to": move.target, "since": NOW}
         peers = changed(peers, move.peer, **plans)
     confirmed = [move for move in declared if may_move(seen(), move, step)]
     assert len(confirmed) <= 1

@@ -71,6 +71,13 @@ async def test_silent_stage_counts_with_its_last_norm(caplog):
     sums = [await asyncio.to_thread(norms.gather, step, 1.0) for step in range(3)]
     assert sums == [1 + 4 + 9, 1 + 16 + 9, 1 + 16 + 9]
     assert await early == await norms.own(2) == 1.0
+    late = asyncio.ensure_future(norms.own(3))
+    await asyncio.sleep(0)
+    norms.settle(4)  # after a download
+    for step in (3, 4):
+        with pytest.raises(BusyError, match=f"this peer has not made step {step}"):
+            await (late if step == 3 else norms.own(4))
+    assert await norms.own(2) == 1.0
     assert [record.getMessage() for record in caplog.records] == [
         f"stage {stage} did not tell the norm of its gradients ({why}): its last one counts for clipping"
         for stage, why in [(2, "it is busy"), (1, "got nan")]

@@ -86,6 +86,36 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
     return named
 
 
+@dataclass(frozen=True)
+class CheckedState:
+    """A state of a run, or of one of its stages, that was checked and can be stored."""
+
+    run: str
+    kind: str
+    state: State
+    pieces: list[list[Piece]]
+    written: str = ""
+    """If it comes from an earlier archive: when that was written."""
+
+    @classmethod
+    def of(cls, run: str, kind: str, state: State, written: str = "") -> CheckedState:
+        """Check a state.
+
+        Raises:
+            ValueError: as :func:`take_apart`.
+        """
+        return cls(run, kind, state, take_apart(kind, state), written)
+
+    @property
+    def epoch(self) -> int:
+        return epoch_of(self.kind, self.state.metadata)
+
+
+def with_epoch(kind: str, state: State, epoch: int) -> State:
+    """The same state as one of another epoch: what training continues from in place of a state that is lost."""
+    return State({**state.metadata, EPOCHS[kind]: epoch}, state.tensors)
+
+
 def _make_names_differ(named: Sequence[list[Piece]]) -> None:
     """Rename each tensor outside the model whose name is taken."""
     taken = {piece.name for each in named for piece in each if piece.part == MODEL}

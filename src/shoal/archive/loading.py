@@ -29,6 +29,8 @@ def load_archive(
     path: str | os.PathLike[str],
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    stage: int | None = None,
 ) -> Archive:
     """Load the newest good archive of a run.
 
@@ -39,6 +41,8 @@ def load_archive(
         optimizer: receives its state. A :class:`~shoal.Optimizer` or :class:`~shoal.DiLoCo` gets the whole state with
             its epoch, and continues from there; give it the model that it trains. A torch optimizer gets its
             statistics; its hyper-parameters, such as the learning rate, stay as they are.
+        stage: of a run in stages, load this stage into its own module and optimizer. By default ``model`` is the whole
+            model, ``torch.nn.Sequential(*stages)``.
 
     Returns:
         The archive, with its ``run_id``, ``epoch``, all ``tensors`` by name, and more.
@@ -47,7 +51,9 @@ def load_archive(
         ArchiveError: there is no good archive.
         ValueError: the archive is of another model, or of another kind of optimizer. The model may be changed already.
     """
-    archive = Store.open(path)
+    archive = Store.open(path, stage)
+    if archive.stages and optimizer is not None:
+        raise ValueError(f"{archive.path} is of a run in stages, each with an optimizer of its own: give stage=")
     if model is not None:
         _load_model(archive, model)
     if isinstance(optimizer, JointOptimizer):
@@ -81,6 +87,8 @@ def _load_model(archive: Archive, model: torch.nn.Module) -> None:
 
 def _by_number(archive: Archive, model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Give the model's names, in its order, to parameters that have only numbers."""
+    if archive.stages:
+        raise ValueError(f"{archive.path} has parameters without names: load it stage by stage, with stage=")
     numbered = {int(name): tensor for name, tensor in given.items() if name.isdecimal()}
     tensors = [numbered[number] for number in sorted(numbered)]
     named = {plain_name(name): parameter for name, parameter in model.named_parameters()}

@@ -8,6 +8,8 @@
                           data.msgpack            what is done of a shared pass over data, if the run has one
                           manifest.json           which run and epoch; size and hash of each file. Written last
 
+Of a run in stages, each stage has such files of its own, whose names begin with ``stage-0.``, ``stage-1.`` and so on.
+
 Nothing is ever changed or renamed, because many file systems cannot do that atomically. An archive counts only if its
 manifest is complete, and the manifest is written after everything else. So whatever happens while an archive is
 written, earlier ones are unharmed. Unknown files that a manifest names are checked and otherwise ignored, so that later
@@ -26,17 +28,17 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
-from shoal.archive.manifest import MANIFEST, File, Manifest, NotWholeError
+from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, has_names, order_of, put_together
+from shoal.archive.manifest import MANIFEST, STAGES, File, Manifest, NotWholeError, StageEntry, prefix_of
 from shoal.averaging.state.download import State
 from shoal.base.logs import one_line, quoted
 from shoal.base.serializer import MSGPackSerializer
@@ -54,6 +56,7 @@ _PIECE_BYTES = 2**20  # chosen
 # The largest manifest; each file takes about a hundred bytes of it. Chosen.
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
+_OF_STAGE = re.compile(r"^stage-\d+\.")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 # Windows lacks O_NOFOLLOW and O_NONBLOCK, and only Windows has O_BINARY.
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -66,7 +69,7 @@ class Archive:
     path: str
     manifest: Manifest
     state: State
-    """As the donor gave it."""
+    """As the donor gave it; empty for a run in stages."""
     tensors: dict[str, torch.Tensor]
     """All stored tensors by name, including the statistics of optimizers."""
     names: tuple[str, ...]
@@ -75,6 +78,16 @@ class Archive:
     """For ``load_state_dict`` of a :class:`shoal.data.SharedPass`; ``None`` if the run had none under its name."""
     is_private: bool = False
     """Whether the run was private."""
+    stages: Mapping[int, Archive] = field(default_factory=dict)
+    """Of a run in stages: each stage as an archive of its own. The names of tensors are those in the stage's module,
+    and in the archive of the whole run those in ``torch.nn.Sequential(*stages)``."""
+    newest: int = 0
+    """Of a stage that was read alone: the epoch of the newest stage in the same archive."""
+
+    @property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that the archive holds, by their names in the model."""
+        return {name: self.tensors[name] for name in self.names}
 
     @property
     def kind(self) -> str:
@@ -200,20 +213,36 @@ class Store:
             ValueError: the state is malformed, or has parameters that are not finite.
             ArchiveError: it could not be written; earlier archives are unharmed.
         """
-        pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
-        order = order_of(pieces)
-        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order, "private": is_private})
+        return self.write_contents(run_id, {None: CheckedState.of(run_id, kind, state)}, data, is_private=is_private)
+
+    def write_contents(
+        self,
+        run_id: str,
+        contents: Mapping[int | None, CheckedState],
+        data: dict[str, Any] | None = None,
+        *,
+        count: int = 0,
+        is_private: bool = False,
+    ) -> Manifest:
+        """Write states that were checked.
+
+        Args:
+            contents: the state of a run under ``None``, or those of its stages by their numbers.
+            data, is_private: see :class:`Archive`.
+            count: how many stages the model has.
+
+        Raises:
+            ArchiveError: they could not be written; earlier archives are unharmed.
+        """
+        epoch = max(each.epoch for each in contents.values())
         folder = self._make_folder(epoch)
         try:
-            with ThreadPoolExecutor(4) as pool:
-                parts = list(_files(pieces))
-                sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
-                files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}
-            files[VALUES] = self._put(folder, VALUES, values)
+            files = dict[str, File]()
+            for stage, each in contents.items():
+                files.update(self._write_files(folder, prefix_of(stage), each, is_private))
             if data is not None:
                 files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
-            written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            manifest = Manifest.make(kind, run_id, epoch, has_names(kind, state.metadata), written, files)
+            manifest = _describe(run_id, contents, count, files)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
@@ -221,6 +250,17 @@ class Store:
             self._remove_unfinished()
             raise self._not_written(epoch, e) from e
         return manifest
+
+    def _write_files(self, folder: str, prefix: str, contents: CheckedState, is_private: bool) -> dict[str, File]:
+        """Write the files of one state."""
+        order = order_of(contents.pieces)
+        values = {"metadata": contents.state.metadata, "order": order, "private": is_private}
+        parts = [(prefix + name, pieces) for name, pieces in _files(contents.pieces)]
+        with ThreadPoolExecutor(4) as pool:
+            sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
+            files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}
+        files[prefix + VALUES] = self._put(folder, prefix + VALUES, MSGPackSerializer.dumps(values))
+        return files
 
     def _make_folder(self, epoch: int) -> str:
         """Make the folder of the next archive. A folder that another archiver has just made is left alone."""
@@ -330,42 +370,95 @@ class Store:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, folder: str) -> Archive:
+    def read(self, folder: str, stage: int | None = None) -> Archive:
         """Read an archive, and check every byte of it.
 
+        Args:
+            stage: read only this stage.
+
         Raises:
-            ArchiveError: it is not whole.
+            ArchiveError: it is not whole, or lacks the stage.
         """
-        manifest, tensors, names = self.manifest(folder), dict[str, "torch.Tensor"](), list[str]()
+        manifest = self.manifest(folder)
+        if stage is not None:
+            wanted = manifest.of_stage(stage)
+            self._check_files(folder, wanted)
+            return replace(self._read_state(folder, wanted, prefix_of(stage)), newest=manifest.epoch)
+        self._check_files(folder, manifest)
+        if manifest.kind != STAGES:
+            return self._read_state(folder, manifest, "")
+        stages = {
+            number: self._read_state(folder, manifest.of_stage(number), prefix_of(number))
+            for number in sorted(manifest.stages or ())
+        }
+        for name, told in manifest.files.items():
+            if not any(name.startswith(prefix_of(number)) for number in stages) and name != DATA:
+                self._check(folder, name, told)
+        passed = None
+        if DATA in manifest.files:
+            data = self._get(folder, DATA, manifest.files[DATA])
+            passed = self._decoded(folder, DATA, data)
+        tensors = {f"{n}.{name}": tensor for n, each in stages.items() for name, tensor in each.tensors.items()}
+        names = tuple(f"{n}.{name}" for n, each in stages.items() for name in each.names)
+        is_private = any(each.is_private for each in stages.values())
+        return Archive(f"{self.url}/{folder}", manifest, State(None, []), tensors, names, passed, is_private, stages)
+
+    def _read_state(self, folder: str, manifest: Manifest, prefix: str) -> Archive:
+        """Read one state, whose files were checked by their sizes.
+
+        Args:
+            prefix: what the names of its files begin with.
+        """
+        tensors, names = dict[str, "torch.Tensor"](), list[str]()
         values: Any = None
         passed: dict[str, Any] | None = None
-        self._check_files(folder, manifest)
         for name, told in manifest.files.items():
             if not _is_known(name):
-                self._check(folder, name, told)
+                self._check(folder, prefix + name, told)
                 continue
-            data = self._get(folder, name, told)
-            try:
-                if name == VALUES:
-                    values = MSGPackSerializer.loads(data)
-                elif name == DATA:
-                    passed = MSGPackSerializer.loads(data)
-                else:
-                    found = self._safetensors.load(data)
-                    if twice := next(filter(tensors.__contains__, found), None):
-                        raise ValueError(f"the tensor {quoted(twice)} is in another file, too")
-                    tensors.update(found)
-                    names += found if name.startswith("model") else ()
-            except Exception as e:  # the hash is right, so another program wrote it with other contents
-                raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {_words(e)}") from e
+            data = self._get(folder, prefix + name, told)
+            if name == VALUES:
+                values = self._decoded(folder, prefix + name, data)
+            elif name == DATA:
+                passed = self._decoded(folder, prefix + name, data)
+            else:
+                found = self._decoded(folder, prefix + name, data)
+                if twice := next(filter(tensors.__contains__, found), None):
+                    raise ArchiveError(
+                        f"{self._named(folder)} cannot be read: {prefix + name}: the tensor {quoted(twice)} is in "
+                        "another file, too"
+                    )
+                tensors.update(found)
+                names += found if name.startswith("model") else ()
         try:
             order: Order = msgspec.convert(values["order"], Order)
             state, is_private = State(values["metadata"], put_together(order, tensors)), bool(values.get("private"))
             if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError, msgspec.ValidationError) as e:
-            raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {one_line(repr(e))}") from e
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {prefix}{VALUES}: {one_line(repr(e))}") from e
         return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
+
+    def _decoded(self, folder: str, name: str, data: bytes) -> Any:
+        try:
+            return (self._safetensors.load if name.endswith(".safetensors") else MSGPackSerializer.loads)(data)
+        except Exception as e:  # the hash is right, so another program wrote it with other contents
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {_words(e)}") from e
+
+    def newest_of_stage(self, stage: int, last: int) -> CheckedState | None:
+        """The newest state of a stage in a good archive, up to an epoch; ``None``: there is none.
+
+        If the run has started over, the archives of its earlier life are of later epochs.
+        """
+        for folder, manifest in self.whole():
+            entry = (manifest.stages or {}).get(stage)
+            if entry is not None and entry.epoch <= last:
+                try:
+                    found = self.read(folder, stage)
+                    return CheckedState.of(found.run_id, found.kind, found.state, found.manifest.written)
+                except (ArchiveError, ValueError) as e:
+                    logger.warning("stage %d is not taken from an earlier archive: %s", stage, e)
+        return None
 
     def _check_files(self, folder: str, manifest: Manifest) -> None:
         """Check the manifest's entries for files, before any file is opened."""
@@ -375,7 +468,7 @@ class Store:
                     f"{self._named(folder)} cannot be read: its {MANIFEST} names the file {quoted(name)}. Files of an "
                     "archive have plain names and lie in its folder: shoal has not written this one, so do not use it"
                 )
-        size = sum(told.bytes for name, told in manifest.files.items() if _is_known(name))
+        size = sum(told.bytes for name, told in manifest.files.items() if _is_known(_OF_STAGE.sub("", name)))
         if size > memory_of_this_machine():
             raise ArchiveError(
                 f"{self._named(folder)} cannot be read: its files have {size} bytes, more than the memory of this "
@@ -435,10 +528,13 @@ class Store:
             )
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Archive:
+    def open(cls, path: str | os.PathLike[str], stage: int | None = None) -> Archive:
         """Read the newest good archive of a folder; or a single archive, if its own folder is given.
 
         Newer archives that are damaged are skipped with a warning.
+
+        Args:
+            stage: read only this stage of a run in stages.
 
         Raises:
             ArchiveError: there is none, or the single one is damaged; the text names the last good one beside it.
@@ -447,16 +543,17 @@ class Store:
         above, _, folder = text.rpartition("/")
         store, troubles = cls(text), list[str]()
         if _FOLDER.fullmatch(folder) or store._is_archive():
-            return cls(above or text.removesuffix(folder) or ".")._open_one(folder)
+            return cls(above or text.removesuffix(folder) or ".")._open_one(folder, stage)
         for folder in store.folders():
             try:
-                archive = store.read(folder)
+                archive = store.read(folder, stage)
             except ArchiveError as e:
                 troubles.append(str(e))
                 continue
             for trouble in troubles:
                 logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
             store._tell_further(folder)
+            store._tell_of_stages(folder)
             return archive
         if store._is_local and not os.path.isdir(store._root):
             raise ArchiveError(f"there is no folder {text}: give the one that shoal archive writes to")
@@ -472,9 +569,15 @@ class Store:
                 "restarted by mistake", taken, self.url, further,
             )  # fmt: skip
 
-    def _open_one(self, folder: str) -> Archive:
+    def _tell_of_stages(self, folder: str) -> None:
+        """Warn of stages that an archive lacks, or has of an earlier epoch than others."""
+        manifest = self.manifest(folder)
+        if text := told_of_stages(manifest):
+            logger.warning("%s: %s", self._named(folder), text)
+
+    def _open_one(self, folder: str, stage: int | None) -> Archive:
         try:
-            return self.read(folder)
+            return self.read(folder, stage)
         except ArchiveError as e:
             others = [each for each, _ in self.whole() if each != folder]
             beside = f"; a good one beside it is {others[0]}" if others else ""
@@ -500,6 +603,33 @@ def _words(error: Exception) -> str:
 def _is_known(name: str) -> bool:
     """Whether this version knows what a file is for."""
     return name in (VALUES, DATA) or name.endswith(".safetensors")
+
+
+def _describe(run_id: str, contents: Mapping[int | None, CheckedState], count: int, files: dict[str, File]) -> Manifest:
+    """The manifest of an archive with these states and files."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    if None in contents:
+        [each] = contents.values()
+        return Manifest.make(each.kind, run_id, each.epoch, has_names(each.kind, each.state.metadata), now, files)
+    stages = {
+        stage: StageEntry(
+            each.run, each.kind, each.epoch, has_names(each.kind, each.state.metadata), each.written or now
+        )
+        for stage, each in contents.items()
+        if stage is not None
+    }
+    return Manifest.make_of_stages(run_id, count, stages, now, files)
+
+
+def told_of_stages(manifest: Manifest) -> str:
+    """Which stages an archive lacks or has of another epoch than its own, in words; empty if all is well."""
+    lacking = [f"it lacks stage {stage}" for stage in manifest.missing]
+    older = [
+        f"stage {stage} is of epoch {each.epoch}, archived {one_line(each.written)} UTC"
+        for stage, each in sorted((manifest.stages or {}).items())
+        if each.epoch != manifest.epoch
+    ]
+    return "; ".join([*lacking, *older])
 
 
 def _read(file: IO[bytes], most: int) -> bytes:

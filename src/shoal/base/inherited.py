@@ -20,6 +20,27 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
         "shoal.averaging.round.parts": "DEFAULT_PART_SIZE_BYTES",
         "shoal.errors": "AllreduceException BannedException",
     },
+    "shoal.moe.client": {
+        "shoal.moe.expert": "RemoteExpert",
+        "shoal.moe.mixture": "RemoteMixtureOfExperts",
+        "shoal.moe.switch": "RemoteSwitchMixtureOfExperts",
+    },
+    "shoal.moe.client.beam_search": {"shoal.moe.beam_search": "MoEBeamSearcher"},
+    "shoal.moe.client.expert": {
+        "shoal.moe.expert": (
+            "DUMMY RemoteExpert batch_create_remote_experts create_remote_experts expert_backward expert_forward "
+            "get_server_stub"
+        ),
+    },
+    "shoal.moe.client.moe": {"shoal.moe.mixture": "RemoteMixtureOfExperts _RemoteCallMany"},
+    "shoal.moe.client.remote_expert_worker": {"shoal.moe.expert": "RemoteExpertWorker"},
+    "shoal.moe.client.switch_moe": {"shoal.moe.switch": "RemoteSwitchMixtureOfExperts"},
+    "shoal.moe.expert_uid": {
+        "shoal.moe.uids": (
+            "Coordinate ExpertInfo ExpertPrefix ExpertUID FLAT_EXPERT Score UID_DELIMITER is_valid_prefix "
+            "is_valid_uid split_uid"
+        ),
+    },
     "shoal.moe.server": {
         "shoal.moe.backend": "ModuleBackend",
         "shoal.moe.background": "background_server",

@@ -1,7 +1,8 @@
 """The ``shoal`` command and the options that its subcommands share.
 
 :mod:`~.__main__` parses the command line. Each subcommand has a module or package of its own: :mod:`~.dht`,
-:mod:`~.demo`, :mod:`~.doctor`, :mod:`~.monitor`, :mod:`~.server`, :mod:`~.token`, and :mod:`~.archive` with ``revive``.
+:mod:`~.demo`, :mod:`~.plan`, :mod:`~.doctor`, :mod:`~.monitor`, :mod:`~.server`, :mod:`~.token`, and :mod:`~.archive`
+with ``revive``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from shoal.base.signs import make_output_plain
 from shoal.cli import archive, dht, monitor, server, tell_error, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
+from shoal.cli.plan import command as plan
 from shoal.errors import ShoalError
 
 
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}", help="show the version")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(subparsers)
+    plan.add_parser(subparsers)
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
     monitor.add_parser(subparsers)

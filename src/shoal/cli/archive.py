@@ -69,6 +69,12 @@ def add_parsers(subparsers: Any) -> None:
     revive = subparsers.add_parser("revive", help="bring a run back from an archive", description=REVIVE)
     revive.add_argument("folder", metavar="DIR", help="what `shoal archive` has written to, or one archive in it")
     add_addresses(revive, "join these peers; none: begin a new swarm")
+    revive.add_argument(
+        "--stage",
+        type=whole("the number of a stage, from 0 on", 0, sys.maxsize),
+        metavar="N",
+        help="only this stage of a run in stages, on a machine that has no memory for all of them",
+    )
     add_listening(revive, "all networks on a free port")
     add_identity(revive)
     revive.set_defaults(run=_revive)
@@ -111,14 +117,17 @@ def _keep(arguments: argparse.Namespace) -> None:
     # Imported only here, because they load torch, which takes a second and which other commands do not need.
     from shoal.archive.keeping import Archiver
     from shoal.archive.store import Store
+    from shoal.stages.directory import stages_of
 
     if _is_address(arguments.folder):
         raise ValueError(f"the last word must be the folder of the archives, got {arguments.folder}")
     store = Store(arguments.folder)
-    options = {"every": arguments.every, "keep": arguments.keep, "rate": arguments.rate}
+    options: dict[str, Any] = {"every": arguments.every, "keep": arguments.keep, "rate": arguments.rate}
     with (
         _join(arguments, client_mode=True) as dht,
-        contextlib.closing(Archiver(dht, arguments.run_id, store, say=_say, **options)) as archiver,
+        contextlib.closing(
+            Archiver(dht, arguments.run_id, store, say=_say, find_stages=stages_of, **options)
+        ) as archiver,
     ):
         if arguments.once:
             _say(f"archive of epoch {archiver.write_one().epoch} in {store.url}")
@@ -136,7 +145,7 @@ def _revive(arguments: argparse.Namespace) -> int:
 
     end_on_signals()
     try:
-        archive = Store.open(arguments.folder)
+        archive = Store.open(arguments.folder, arguments.stage)
         run, written = quoted(archive.run_id), one_line(archive.manifest.written)
         _say(f"{archive.path}: epoch {archive.epoch} of run {run}, written {written} UTC")
         with _join(arguments, host_maddrs=arguments.host_maddrs, announce_maddrs=arguments.announce_maddrs) as dht:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -242,18 +242,23 @@ class BatchTensorDescriptor(TensorDescriptor):
     """A tensor whose first dimension, the batch, is unknown: it is ``None`` in ``size`` and ``shape``.
 
     Args:
-        instance_size: sizes of one item of the batch.
+        instance_size: sizes of one item of the batch, also as one list or tuple.
         kwargs: the other fields of :class:`TensorDescriptor`.
     """
 
-    def __init__(self, *instance_size: int, **kwargs: Any) -> None:
-        super().__init__((cast("int", None), *instance_size), **kwargs)
+    def __init__(self, *instance_size: int | Sequence[int], **kwargs: Any) -> None:
+        if len(instance_size) == 1 and isinstance(instance_size[0], list | tuple):
+            instance_size = tuple(instance_size[0])
+        if kwargs.get("dtype") is None:
+            kwargs.pop("dtype", None)
+        super().__init__((cast("int", None), *cast("tuple[int, ...]", instance_size)), **kwargs)
 
     @classmethod
     def from_tensor(
         cls, tensor: torch.Tensor, compression: CompressionType = CompressionType.NONE
     ) -> BatchTensorDescriptor:
-        """Describe batches like this tensor."""
+        """Describe batches like this tensor; the codec is for floating-point numbers only."""
+        compression = compression if tensor.is_floating_point() else CompressionType.NONE
         whole = TensorDescriptor.from_tensor(tensor, compression)
         fields = ("dtype", "layout", "device", "requires_grad", "pin_memory", "compression")
         return cls(*whole.size[1:], **{name: getattr(whole, name) for name in fields})
@@ -266,15 +271,16 @@ class BatchTensorDescriptor(TensorDescriptor):
     def numel(self) -> int:
         raise ValueError("a batch of unknown length has no number of values")
 
-    def make_zeros(self, *batch_size: int, device: torch.device | str | None = None) -> torch.Tensor:
+    def make_zeros(self, *batch_size: int, device: torch.device | str | None = None, **overrides: Any) -> torch.Tensor:
         """A batch of zeros.
 
         Args:
             batch_size: the length of the batch, or several dimensions in its place.
+            overrides: other fields of :class:`TensorDescriptor` to use instead.
         """
         assert batch_size, "the size of the batch must be given"
         fields = {name: getattr(self, name) for name in ("dtype", "layout", "device", "requires_grad", "pin_memory")}
-        return TensorDescriptor((*batch_size, *self.size[1:]), **fields).make_zeros(device=device)
+        return TensorDescriptor((*batch_size, *self.size[1:]), **{**fields, **overrides}).make_zeros(device=device)
 
     def packb(self) -> bytes:
         """The wire form.

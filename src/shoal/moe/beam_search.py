@@ -12,7 +12,8 @@ combination of numbers exists, the result is that of an exhaustive search.
 
 A prefix under which there is nothing is marked in the DHT as empty, so that the next search for it ends at the first
 node. The mark is an entry beside those of experts, so it hides none. In a grid of one dimension it would take the place
-of the expert's own entry; there each searcher remembers it by itself.
+of the expert's own entry, so there is none. Each searcher also remembers empty prefixes for a while. After that it asks
+all nodes that may know better, because a copy of a mark would hide new experts as long as it lasts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from shoal.base.bounded import Bounded
@@ -53,8 +53,12 @@ Scores: TypeAlias = Any
 Successors = dict[Coordinate, ExpertInfo]
 """The numbers that follow a prefix, each with an expert as an example."""
 Beam = list[tuple[Score, ExpertPrefix, Successors]]
-MAX_MARKS = 2**16
+SAMPLES_AT_ONCE = 64
+"""How many samples of a batch are searched for together. Chosen: the loop is not held up for long."""
+MAX_EMPTY = 2**16
 """The most empty prefixes that a searcher remembers. Chosen: more than a gate has numbers."""
+EMPTY_SECONDS = 30.0
+"""How long it remembers them at most, so that it sees new experts soon. Chosen: servers declare theirs as often."""
 
 
 class MoEBeamSearcher:
@@ -94,7 +98,8 @@ class MoEBeamSearcher:
         self.num_workers = dht.num_workers if num_workers is None else num_workers
         self.negative_caching, self.cache_expiration, self.dht_kwargs = negative_caching, cache_expiration, kwargs
         self._is_usable = is_usable
-        self._empty: Bounded[ExpertPrefix, None] = Bounded(MAX_MARKS, seconds=cache_expiration, now=get_dht_time)
+        seconds = min(cache_expiration, EMPTY_SECONDS)
+        self._empty: Bounded[ExpertPrefix, None] = Bounded(MAX_EMPTY, seconds=seconds, now=get_dht_time)
 
     def get_initial_beam(
         self, scores: Scores, beam_size: int, return_future: bool = False
@@ -180,8 +185,11 @@ class MoEBeamSearcher:
         samples = [*zip(*[map(_as_floats, dimension) for dimension in batch_grid_scores], strict=True)]
 
         async def search(lookups: _Lookups) -> list[list[RemoteExpert]]:
-            found = await asyncio.gather(*[self._find(lookups, scores, beam_size) for scores in samples])
-            return [*map(lookups.make_experts, found)]
+            found: list[list[RemoteExpert]] = []
+            for start in range(0, len(samples), SAMPLES_AT_ONCE):
+                part = [self._find(lookups, scores, beam_size) for scores in samples[start : start + SAMPLES_AT_ONCE]]
+                found += map(lookups.make_experts, await asyncio.gather(*part))
+            return found
 
         return self._run(search, return_future)
 
@@ -193,20 +201,23 @@ class MoEBeamSearcher:
 
     def _run(self, search: Callable[[_Lookups], Coroutine[Any, Any, T]], return_future: bool) -> T | AwaitableFuture[T]:
         async def run(handle: Any, node: DHTNode) -> T:
-            async with _Lookups(self, node, self._empty) as lookups:
+            lookups = _Lookups(self, node, self._empty)
+            try:
                 return await search(lookups)
+            finally:
+                await lookups.cancel()
 
         return self.dht.run_coroutine(run, return_future=True) if return_future else self.dht.run_coroutine(run)
 
     async def _initial_beam(self, lookups: _Lookups, scores: list[float], beam_size: int) -> Beam:
-        numbers = [number for number in range(len(scores)) if scores[number] > -math.inf]
-        numbers.sort(key=lambda number: -scores[number])
-        waiting = deque((scores[number], f"{self.uid_prefix}{number}{UID_DELIMITER}") for number in numbers)
+        numbers = [number for number, score in enumerate(scores) if score > -math.inf]
+        waiting = deque(sorted(numbers, key=lambda number: -scores[number]))
         ahead: deque[tuple[Score, ExpertPrefix]] = deque()
         beam: Beam = []
         while len(beam) < beam_size and (waiting or ahead):
             while waiting and len(ahead) < self.num_workers:
-                ahead.append(waiting.popleft())
+                number = waiting.popleft()
+                ahead.append((scores[number], f"{self.uid_prefix}{number}{UID_DELIMITER}"))
                 lookups.begin(ahead[-1][1])
             score, prefix = ahead.popleft()
             if successors := await lookups.successors(prefix):
@@ -222,8 +233,9 @@ class MoEBeamSearcher:
             if number != FLAT_EXPERT and scores[number] > -math.inf
         ]
         best = heapq.nlargest(beam_size, following)
-        found = await asyncio.gather(*[lookups.successors(prefix) for _, prefix in best])
-        return [(*each, successors) for each, successors in zip(best, found, strict=True)]
+        for _, prefix in best:
+            lookups.begin(prefix)
+        return [(score, prefix, await lookups.successors(prefix)) for score, prefix in best]
 
     async def _find(self, lookups: _Lookups, grid_scores: Sequence[list[float]], beam_size: int) -> list[ExpertInfo]:
         beam = met = await self._initial_beam(lookups, grid_scores[0], beam_size)
@@ -238,7 +250,7 @@ class MoEBeamSearcher:
 
     def _score_of(self, info: ExpertInfo, grid_scores: Sequence[list[float]]) -> Score:
         """The score of an expert; minus infinity if it is not in this grid."""
-        numbers = [int(number) for number in info.uid.removeprefix(self.uid_prefix).split(UID_DELIMITER)]
+        numbers = info.uid[len(self.uid_prefix) :].split(UID_DELIMITER)
         if len(numbers) != len(grid_scores):
             warn_seldom(
                 "expert %s has %d numbers, and the grid %s%s: give either another prefix",
@@ -249,18 +261,19 @@ class MoEBeamSearcher:
                 about=info.uid,
             )
             return -math.inf
-        if any(number >= len(scores) for number, scores in zip(numbers, grid_scores, strict=True)):
-            return -math.inf
-        return sum(scores[number] for number, scores in zip(numbers, grid_scores, strict=True))
+        total = 0.0
+        for number, scores in zip(map(int, numbers), grid_scores, strict=True):
+            total += scores[number] if number < len(scores) else -math.inf
+        return total
 
 
 class _Lookups:
-    """The look-ups of one search. Each prefix is looked up once; those that are no longer needed are cancelled.
+    """The look-ups of one search. Each prefix is looked up once.
 
     Args:
         searcher: has the settings.
         node: looks up.
-        empty: prefixes under which there is nothing, of a grid with one dimension.
+        empty: prefixes under which there was nothing lately.
     """
 
     def __init__(self, searcher: MoEBeamSearcher, node: DHTNode, empty: Bounded[ExpertPrefix, None]) -> None:
@@ -271,12 +284,8 @@ class _Lookups:
         self._marking: list[asyncio.Task[bool]] = []
         self._experts: dict[ExpertInfo, RemoteExpert] = {}
 
-    async def __aenter__(self) -> _Lookups:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def cancel(self) -> None:
+        """End the look-ups that are still running."""
         await cancel_and_wait(*self._tasks.values())
 
     def begin(self, prefix: ExpertPrefix) -> asyncio.Task[Successors]:
@@ -287,7 +296,8 @@ class _Lookups:
 
     async def successors(self, prefix: ExpertPrefix) -> Successors:
         """What follows a prefix."""
-        return await asyncio.shield(self.begin(prefix))
+        task = self.begin(prefix)
+        return task.result() if task.done() else await asyncio.shield(task)
 
     def make_experts(self, infos: Sequence[ExpertInfo]) -> list[RemoteExpert]:
         """Experts to call, the same one for several samples."""
@@ -303,20 +313,23 @@ class _Lookups:
     async def _look_up(self, prefix: ExpertPrefix) -> Successors:
         if prefix in self._empty:
             return {}
-        item = (await self._node.get_many([prefix], **self._options))[prefix]
-        if item is None and self._marks_seconds:
-            self._mark(prefix)
-        entries = item.value if item is not None and isinstance(item.value, Mapping) else {}
-        found = {number: _info_of(prefix, number, entry.value) for number, entry in entries.items()}
-        return {number: info for number, info in found.items() if info is not None}
-
-    def _mark(self, prefix: ExpertPrefix) -> None:
-        if self._is_flat:
+        item, found = await self._get(prefix)
+        if item is not None and not found:
+            item, found = await self._get(prefix, sufficient_expiration_time=math.inf)
+        if not found and self._marks_seconds:
             self._empty[prefix] = None
-        else:
-            until = get_dht_time() + self._marks_seconds
-            mark = self._node.store(prefix, None, until, subkey=FLAT_EXPERT)
-            self._marking.append(self._node.protocol.spawn(mark))
+            if item is None and not self._is_flat:
+                until = get_dht_time() + self._marks_seconds
+                mark = self._node.store(prefix, None, until, subkey=FLAT_EXPERT)
+                self._marking.append(self._node.protocol.spawn(mark))
+        return found
+
+    async def _get(self, prefix: ExpertPrefix, **options: Any) -> tuple[Any, Successors]:
+        """The record of a prefix, and the experts in it."""
+        item = (await self._node.get_many([prefix], **{**self._options, **options}))[prefix]
+        entries = item.value if item is not None and isinstance(item.value, Mapping) else {}
+        infos = {number: _info_of(prefix, number, entry.value) for number, entry in entries.items()}
+        return item, {number: info for number, info in infos.items() if info is not None}
 
 
 def _info_of(prefix: ExpertPrefix, number: Any, value: Any) -> ExpertInfo | None:

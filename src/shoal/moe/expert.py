@@ -22,6 +22,7 @@ from shoal.base.extras import nested_compare, nested_flatten, nested_map, nested
 from shoal.base.logs import quoted
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import cancel_and_wait
 from shoal.compression.serialization import BatchTensorDescriptor
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
@@ -33,15 +34,17 @@ from shoal.serving.tensors import receive_tensors, send_tensors
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 Schemas = Mapping[str, Any]
-"""What an expert takes and returns: ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
+"""What an expert takes and returns: ``forward_schema``, ``outputs_schema``, ``keyword_names``, ``max_batch_size``."""
 
-DUMMY = torch.empty(0, requires_grad=True)
+DUMMY = torch.empty(0, device="cpu", requires_grad=True)
 """An input that requires a gradient, so that autograd also calls ``backward`` if no other input does."""
 DEFAULT_TIMEOUT = 60.0
 """How long a server may be silent, in seconds. Chosen: a batch takes less, also behind some others in the queue."""
 MAX_ANSWER_BYTES = 2**30
 """The most memory of an answer. Chosen: what servers accept."""
-# Sending tensors may take so long. Chosen: 1 Mbit/s; training over slower lines is pointless.
+ROWS_PER_REQUEST = 1024
+"""The most rows of a request to a server that does not say how many it takes. Chosen."""
+# How fast tensors leave at least; servers have so much more time. Chosen: 1 Mbit/s.
 _LEAST_BYTES_PER_SECOND = 2**17
 
 
@@ -87,9 +90,10 @@ def _explained(uid: ExpertUID, stub: StubBase, seconds: float | None) -> Iterato
     try:
         yield
     except TimeoutError:
+        waited = "in time" if seconds is None else f"within {seconds:g} s"
         raise TimeoutError(
-            f"expert {uid} of peer {stub.peer} did not answer within {seconds:g} s: its server is overloaded or has "
-            "stopped; `timeout` is how long to wait"
+            f"expert {uid} of peer {stub.peer} did not answer {waited}: its server is overloaded or has stopped; "
+            "`timeout` is how long to wait"
         ) from None
 
 
@@ -105,12 +109,13 @@ async def expert_info(uid: ExpertUID, stub: StubBase, timeout: float | None = DE
         info = MSGPackSerializer.loads(answer.info)
         args, kwargs = info["forward_schema"]
         info["forward_schema"], info["keyword_names"] = (tuple(args), dict(kwargs)), tuple(info["keyword_names"])
-        descriptions = [*nested_flatten(info["forward_schema"]), *nested_flatten(info["outputs_schema"])]
+        rows = info.setdefault("max_batch_size", ROWS_PER_REQUEST)
+        schemas = info["forward_schema"], info["outputs_schema"], info.get("grad_outputs_schema", ())
+        descriptions = [*nested_flatten(schemas)]
     except (ValueError, TypeError, KeyError) as e:
         raise ProtocolError(f"malformed schemas of expert {uid}: {type(e).__name__}: {e}") from None
-    if not all(isinstance(each, BatchTensorDescriptor) for each in descriptions) or set(kwargs) != {
-        *info["keyword_names"]
-    }:
+    is_valid = all(isinstance(each, BatchTensorDescriptor) for each in descriptions) and type(rows) is int and rows > 0
+    if not is_valid or {*kwargs} != {*info["keyword_names"]}:
         raise ProtocolError(f"malformed schemas of expert {uid}: {quoted(info)}")
     return cast(Schemas, info)
 
@@ -125,7 +130,8 @@ async def expert_forward(
         inputs: its inputs, flattened.
         info: what it takes and returns.
         stub: calls its peer.
-        timeout: seconds for which the server may be silent, once it has the inputs; ``None``: no limit.
+        timeout: seconds for which the server may be silent, besides those that the inputs need at 1 Mbit/s; ``None``:
+            no limit.
 
     Returns:
         The outputs, flattened, on the CPU.
@@ -181,14 +187,22 @@ async def _ask(
     # The server knows a request that is repeated by its id, and does not train twice.
     request = ExpertRequest(uid, secrets.token_bytes(16), nbytes)
 
+    silence = None if timeout is None else timeout + nbytes / _LEAST_BYTES_PER_SECOND
+
     async def attempt() -> Any:
-        until_sent = None if timeout is None else timeout + nbytes / _LEAST_BYTES_PER_SECOND
         with _explained(uid, stub, timeout):
             async with getattr(stub, method)() as call:
-                async with asyncio.timeout(until_sent):
-                    await call.send(request)
-                    await send_tensors(call, [*tensors], codecs_of(tensors, schema), end=True)
-                return (await receive_tensors(call, MAX_ANSWER_BYTES, timeout))[0]
+                await call.send(request)
+                sending = asyncio.ensure_future(send_tensors(call, [*tensors], codecs_of(tensors, schema), end=True))
+                receiving = asyncio.ensure_future(receive_tensors(call, MAX_ANSWER_BYTES, silence))
+                try:
+                    # A server that refuses the request says so before it has the tensors.
+                    await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+                    if not receiving.done():
+                        await sending
+                    return (await receiving)[0]
+                finally:
+                    await cancel_and_wait(sending, receiving)
 
     try:
         answer = await attempt()
@@ -315,7 +329,7 @@ class _RemoteModuleCall(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, expert = ctx.saved_tensors, ctx.expert
         grads_on_cpu = [
-            grad.detach().cpu() if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+            grad.detach().cpu() if dtype.is_floating_point else torch.zeros(shape, dtype=dtype, device="cpu")
             for grad, (shape, dtype) in zip(grad_outputs, ctx.outputs, strict=True)
         ]
         on_cpu = [each.detach().cpu() for each in inputs]

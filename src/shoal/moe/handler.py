@@ -7,16 +7,18 @@ A request is an :class:`ExpertRequest` and a list of tensors; the answer is a li
     rpc_info       (no tensors)                  ─►  ExpertSchemas
 
 Inputs are flat: positional ones, then keyword ones by sorted name, as :func:`~shoal.base.extras.nested_flatten` has
-them. There is one gradient for each output, also for integers, where any tensor of as many rows will do.
+them. There is one gradient for each output: zeros of the same type for integers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from msgspec import Meta
@@ -29,12 +31,14 @@ from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.serializer import MSGPackSerializer
 from shoal.compression.serialization import BatchTensorDescriptor, codec_of
 from shoal.dht.dht import DHT, check_dht
-from shoal.errors import BusyError, P2PHandlerError, ProtocolError
+from shoal.errors import BusyError, ProtocolError
+from shoal.moe.backend import ModuleBackend
 from shoal.net.connection import Call
 from shoal.net.service import P2PContext, ServicerBase
 from shoal.net.transport import Count, Header
 from shoal.p2p import P2P
 from shoal.peers.identity import PeerID
+from shoal.serving.task_pool import Outputs, TaskPool
 from shoal.serving.tensors import CodecFor, receive_tensors, send_tensors
 
 Tensors = Sequence[torch.Tensor]
@@ -42,11 +46,11 @@ Schema = Sequence[BatchTensorDescriptor]
 
 
 class ExpertRequest(Header):
-    """What is asked of which expert; tensors follow."""
+    """Asks an expert for something; tensors follow."""
 
     uid: Annotated[str, Meta(max_length=1024)]
     call_id: Annotated[bytes, Meta(max_length=32)] = b""
-    """Random. A backward pass that is asked for again with the same id is answered again, and trains once."""
+    """Random. A backward pass that is repeated with the same id is answered again, but trains only once."""
     nbytes: Count = 0
     """The memory that the tensors take: the sum of their ``nbytes``."""
 
@@ -69,9 +73,9 @@ class ExpertLimits:
     bytes: int = 2**32
     """The most memory of all requests at the same time."""
     seconds: float = 300.0
-    """How long a request may wait and be computed."""
+    """How long a request may take, including its time in the queue."""
     silence: float = 30.0
-    """How long a caller may be silent while its tensors are on their way."""
+    """How long a caller may be silent while it sends tensors."""
     remembered: int = 4096
     """Backward passes that are known to be done."""
     remembered_bytes: int = 2**28
@@ -81,33 +85,6 @@ class ExpertLimits:
 DEFAULT_LIMITS = ExpertLimits()
 
 
-class Pool(Protocol):
-    """Requests that wait for the computing thread."""
-
-    def submit_task(self, *args: torch.Tensor) -> AwaitableFuture[tuple[torch.Tensor, ...]]:
-        """Queue a request. Cancelling the future takes it out of the queue."""
-
-
-class Backend(Protocol):
-    """An expert, as far as calls are concerned."""
-
-    forward_schema: Any
-    outputs_schema: Any
-    grad_inputs_schema: Any
-    grad_outputs_schema: Any
-
-    @property
-    def forward_pool(self) -> Pool:
-        """Where forward passes wait."""
-
-    @property
-    def backward_pool(self) -> Pool:
-        """Where backward passes wait."""
-
-    def get_info(self) -> dict[str, Any]:
-        """What callers may know of it."""
-
-
 def codecs_of(tensors: Tensors, schema: Schema) -> CodecFor:
     """The codecs with which tensors travel that fit a schema."""
     codes = {id(tensor): each.compression for tensor, each in zip(tensors, schema, strict=True)}
@@ -115,7 +92,7 @@ def codecs_of(tensors: Tensors, schema: Schema) -> CodecFor:
 
 
 def check_tensors(what: str, tensors: Tensors, schema: Schema) -> None:
-    """Check number, types and dimensions of tensors, and that all have equally many rows.
+    """Check number, types and dimensions of tensors, and that all have the same number of rows.
 
     The sizes of other dimensions may differ from the schema, such as the length of a sequence: only the module knows.
 
@@ -125,8 +102,7 @@ def check_tensors(what: str, tensors: Tensors, schema: Schema) -> None:
     if len(tensors) != len(schema):
         raise ValueError(f"{what}: {len(schema)} tensors expected, got {len(tensors)}")
     for number, (tensor, expected) in enumerate(zip(tensors, schema, strict=True)):
-        is_fit = tensor.dtype == expected.dtype or not expected.dtype.is_floating_point
-        if tensor.ndim != len(expected.size) or not is_fit:
+        if tensor.ndim != len(expected.size) or tensor.dtype != expected.dtype:
             raise ValueError(f"{what}: tensor {number} must be {_described(expected)}, got {_described(tensor)}")
     if len({len(tensor) for tensor in tensors}) > 1:
         raise ValueError(f"{what}: the tensors have different numbers of rows: {[len(tensor) for tensor in tensors]}")
@@ -143,55 +119,64 @@ def unusual_shapes(tensors: Tensors, schema: Schema) -> str:
     return "; ".join(f"got a tensor of shape {got} where {expected} is usual" for got, expected in unusual)
 
 
+CallKey = tuple[PeerID, bytes]
+"""The caller, and the id that it has given to a call."""
+
+
 class _Pass(NamedTuple):
     """A backward pass with an identity."""
 
-    result: AwaitableFuture[tuple[torch.Tensor, ...]] | None
-    """``None`` once its result has been dropped."""
+    result: AwaitableFuture[Outputs]
     nbytes: int
 
 
 class _Passes:
-    """Backward passes by identity, so that none trains twice because its answer was lost.
+    """Backward passes by identity, so that none trains twice when its answer is lost.
 
     Args:
-        most: how many are remembered.
-        most_bytes: memory of their results; the oldest are dropped first.
+        most: how many passes are remembered, and how many more without their results.
+        most_bytes: memory of the results. The oldest are dropped first.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        self._passes: Bounded[tuple[PeerID, str, bytes], _Pass] = Bounded(most)
-        self._most_bytes = most_bytes
-        self._waiting: dict[tuple[PeerID, str, bytes], int] = {}
+        self._most, self._most_bytes, self._nbytes = most, most_bytes, 0
+        self._passes: dict[CallKey, _Pass] = {}
+        self._dropped: Bounded[CallKey, None] = Bounded(most)
+        self._waiting: Counter[CallKey] = Counter()
 
-    async def run(self, key: tuple[PeerID, str, bytes], pool: Pool, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    async def run(self, key: CallKey, pool: TaskPool, tensors: Tensors) -> Outputs:
         """The result of a pass, which is begun unless it has been before."""
+        if not key[1]:
+            return await pool.submit_task(*tensors)
+        if key in self._dropped:
+            raise ValueError("this backward pass was done before, and its result is no longer kept: do not repeat it")
         if key not in self._passes:
-            # The gradients that it returns are as large as the inputs.
             self._passes[key] = _Pass(pool.submit_task(*tensors), sum(each.nbytes for each in tensors))
-            self._drop_results()
+            self._nbytes += self._passes[key].nbytes
+            self._drop_oldest()
         result = self._passes[key].result
-        if result is None:
-            raise P2PHandlerError("this backward pass was done before, and its result is no longer kept: do not repeat")
-        self._waiting[key] = self._waiting.get(key, 0) + 1
+        self._waiting[key] += 1
         try:
             return await asyncio.shield(asyncio.wrap_future(result))
         finally:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                # One that has begun goes on: its caller may ask again.
+                # A pass that has begun continues: its caller may ask again.
                 if result.cancel() or (result.done() and result.exception() is not None):
-                    self._passes.pop(key, None)
+                    self._forget(key)
 
-    def _drop_results(self) -> None:
-        total = sum(each.nbytes for each in self._passes.values() if each.result is not None)
-        for key, each in [*self._passes.items()]:
-            if total <= self._most_bytes:
+    def _drop_oldest(self) -> None:
+        while len(self._passes) > self._most or self._nbytes > self._most_bytes:
+            oldest = next(iter(self._passes))
+            if not self._passes[oldest].result.done():
                 return
-            if each.result is not None and each.result.done():
-                self._passes[key] = _Pass(None, 0)
-                total -= each.nbytes
+            self._forget(oldest)
+            self._dropped[oldest] = None
+
+    def _forget(self, key: CallKey) -> None:
+        if key in self._passes:
+            self._nbytes -= self._passes.pop(key).nbytes
 
 
 class ExpertService(ServicerBase):
@@ -201,10 +186,10 @@ class ExpertService(ServicerBase):
         backends: the experts by uid.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], limits: ExpertLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, backends: Mapping[str, ModuleBackend], limits: ExpertLimits = DEFAULT_LIMITS) -> None:
         self._backends, self._limits = backends, limits
         self._passes = _Passes(limits.remembered, limits.remembered_bytes)
-        self._held = 0
+        self._held: Counter[PeerID] = Counter()
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
@@ -218,67 +203,70 @@ class ExpertService(ServicerBase):
     async def rpc_forward(self, call: Call, context: P2PContext) -> None:
         """Run an expert."""
         request, backend = await self._request(call)
-        schema = [*nested_flatten(backend.forward_schema)]
-        with self._room_for(request.nbytes):
-            inputs = await self._receive(call, request)
-            check_tensors(f"inputs of expert {request.uid}", inputs, schema)
-            with self._explained(request.uid, inputs, schema):
-                async with asyncio.timeout(self._limits.seconds):
-                    outputs = await backend.forward_pool.submit_task(*inputs)
-        await send_tensors(call, [*outputs], codecs_of(outputs, [*nested_flatten(backend.outputs_schema)]), end=True)
+
+        async def run(tensors: Tensors) -> Outputs:
+            return await backend.forward_pool.submit_task(*tensors)
+
+        await self._answer(call, request, run, backend.forward_schema, backend.outputs_schema)
 
     async def rpc_backward(self, call: Call, context: P2PContext) -> None:
         """Train an expert; returns the gradients of its inputs."""
         request, backend = await self._request(call)
-        inputs_schema, outputs_schema = [*nested_flatten(backend.forward_schema)], backend.grad_outputs_schema
-        schema = [*inputs_schema, *nested_flatten(outputs_schema)]
-        with self._room_for(request.nbytes):
-            tensors = await self._receive(call, request)
-            check_tensors(f"inputs and output gradients of expert {request.uid}", tensors, schema)
-            with self._explained(request.uid, tensors, schema):
-                async with asyncio.timeout(self._limits.seconds):
-                    if request.call_id:
-                        key = context.remote_id, request.uid, request.call_id
-                        grads = await self._passes.run(key, backend.backward_pool, tensors)
-                    else:
-                        grads = await backend.backward_pool.submit_task(*tensors)
-        await send_tensors(call, [*grads], codecs_of(grads, [*nested_flatten(backend.grad_inputs_schema)]), end=True)
+        run = partial(self._passes.run, (context.remote_id, request.call_id), backend.backward_pool)
+        schema = backend.forward_schema, backend.grad_outputs_schema
+        await self._answer(call, request, run, schema, backend.grad_inputs_schema)
 
-    def _backend(self, uid: str) -> Backend:
+    def _backend(self, uid: str) -> ModuleBackend:
         backend = self._backends.get(uid)
         if backend is None:
             raise ValueError(f"there is no expert {quoted(uid)} here")
         return backend
 
-    async def _request(self, call: Call) -> tuple[ExpertRequest, Backend]:
+    async def _request(self, call: Call) -> tuple[ExpertRequest, ModuleBackend]:
         request = await call.receive(ExpertRequest)
         if request is None or call.payload_size:
             raise ProtocolError("a call to an expert begins with one request without a payload")
         return request, self._backend(request.uid)
 
-    async def _receive(self, call: Call, request: ExpertRequest) -> list[torch.Tensor]:
-        tensors, _ = await receive_tensors(call, request.nbytes, self._limits.silence)
-        if not isinstance(tensors, list) or not all(isinstance(each, torch.Tensor) for each in tensors):
-            raise ProtocolError("a call to an expert takes a list of tensors")
-        return tensors
+    async def _answer(
+        self,
+        call: Call,
+        request: ExpertRequest,
+        run: Callable[[Tensors], Awaitable[Outputs]],
+        takes: Any,
+        returns: Any,
+    ) -> None:
+        """Receive the tensors of a schema, run the expert, and send the result."""
+        flat_schema = [*nested_flatten(takes)]
+        with self._room_for(request.nbytes, call.remote):
+            tensors, _ = await receive_tensors(call, request.nbytes, self._limits.silence)
+            if not isinstance(tensors, list) or not all(isinstance(each, torch.Tensor) for each in tensors):
+                raise ProtocolError("a call to an expert takes a list of tensors")
+            check_tensors(f"expert {request.uid}", tensors, flat_schema)
+            with self._explained(request.uid, tensors, flat_schema):
+                async with asyncio.timeout(self._limits.seconds):
+                    result = await run(tensors)
+        await send_tensors(call, [*result], codecs_of(result, [*nested_flatten(returns)]), end=True)
 
     @contextlib.contextmanager
-    def _room_for(self, nbytes: int) -> Iterator[None]:
-        """Memory for a request, before it arrives."""
-        limits = self._limits
+    def _room_for(self, nbytes: int, peer: PeerID) -> Iterator[None]:
+        """Memory for a request, before it arrives. A peer gets at most half of what there is."""
+        limits, held = self._limits, self._held
         if nbytes > limits.request_bytes:
             raise ValueError(f"a request of {nbytes} bytes is too large: allowed are {limits.request_bytes}")
-        if self._held + nbytes > limits.bytes:
-            raise BusyError(f"{self._held} bytes of requests wait here already: try again later, or another expert")
-        self._held += nbytes
+        if held.total() + nbytes > limits.bytes or held[peer] + nbytes > max(limits.bytes // 2, limits.request_bytes):
+            raise BusyError(f"{held.total()} bytes of requests wait here already: try again later, or another expert")
+        held[peer] += nbytes
         try:
             yield
         finally:
-            self._held -= nbytes
+            held[peer] -= nbytes
+            if not held[peer]:
+                del held[peer]
 
     @contextlib.contextmanager
     def _explained(self, uid: str, tensors: Tensors, schema: Schema) -> Iterator[None]:
-        """Say more about what goes wrong in the computing thread."""
+        """Add details to errors of the computing thread."""
         try:
             yield
         except TimeoutError:
@@ -303,7 +291,7 @@ class ConnectionHandler(Facade):
     def __init__(
         self,
         dht: DHT,
-        module_backends: Mapping[str, Backend],
+        module_backends: Mapping[str, ModuleBackend],
         *,
         balanced: bool = True,
         shutdown_timeout: float = 3,

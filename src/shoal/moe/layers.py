@@ -53,11 +53,23 @@ def add_custom_models_from_file(path: str | os.PathLike[str]) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _row(rows: int, width: int) -> torch.Tensor:
+    return torch.empty(rows, width, device="cpu")
+
+
+def _sequence(rows: int, width: int) -> tuple[torch.Tensor, ...]:
+    return torch.empty(rows, 128, width, device="cpu"), torch.zeros(rows, 128, dtype=torch.bool, device="cpu")
+
+
+def _masked(rows: int, width: int) -> tuple[torch.Tensor, ...]:
+    return _row(rows, width), torch.ones(rows, width, dtype=torch.long, device="cpu")
+
+
 # --- built-in classes -------------------------------------------------------------------------------------------------
 
 
-@register_expert_class("ffn", torch.empty)
-class FeedforwardBlock(nn.Module):
+@register_expert_class("ffn", _row)
+class FeedforwardExpert(nn.Module):
     """Two layers beside a residual connection, with a layer norm at the end."""
 
     def __init__(self, hid_dim: int) -> None:
@@ -72,10 +84,8 @@ class FeedforwardBlock(nn.Module):
         return normalised
 
 
-@register_expert_class(
-    "transformer", lambda rows, width: (torch.empty(rows, 128, width), torch.zeros(rows, 128).bool())
-)
-class TransformerBlock(nn.TransformerEncoderLayer):
+@register_expert_class("transformer", _sequence)
+class TransformerExpert(nn.TransformerEncoderLayer):
     """One layer of an encoder with 16 heads; true values of the mask are padding."""
 
     def __init__(self, hid_dim: int) -> None:
@@ -85,19 +95,19 @@ class TransformerBlock(nn.TransformerEncoderLayer):
         return super().forward(x, src_key_padding_mask=padding_mask)
 
 
-@register_expert_class("nop", torch.empty)
+@register_expert_class("nop", _row)
 class NopExpert(nn.Module):
     """Returns a copy of its input."""
 
     def __init__(self, hid_dim: int) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(0))
+        self.w = nn.Parameter(torch.zeros(0, device="cpu"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
-@register_expert_class("nop_delay", torch.empty)
+@register_expert_class("nop_delay", _row)
 class DelayedNopExpert(NopExpert):
     """The same, half a second later."""
 
@@ -106,8 +116,8 @@ class DelayedNopExpert(NopExpert):
         return super().forward(x)
 
 
-@register_expert_class("det_dropout", lambda rows, width: (torch.empty(rows, width), torch.ones(rows, width).long()))
-class DeterministicDropoutNetwork(nn.Module):
+@register_expert_class("det_dropout", _masked)
+class DeterministicDropoutExpert(nn.Module):
     """Two layers after a dropout whose mask is an input: zeros are dropped."""
 
     KEPT = 0.8

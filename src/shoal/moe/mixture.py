@@ -17,9 +17,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from shoal.base.extras import nested_flatten, nested_pack
 from shoal.base.logs import Seldom
 from shoal.base.tasks import cancel_and_wait
 from shoal.dht import DHT
-from shoal.errors import ProtocolError, ShoalError
+from shoal.errors import ProtocolError
 from shoal.moe.beam_search import MoEBeamSearcher
 from shoal.moe.expert import (
     DUMMY,
@@ -46,11 +46,10 @@ from shoal.moe.expert import (
 from shoal.moe.uids import UID_DELIMITER, ExpertInfo, ExpertPrefix
 from shoal.p2p import PeerID
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 warn_seldom = Seldom(logger.warning)
 
-ROWS_PER_REQUEST = 1024
-"""The most rows of a request to a server that does not say how many it takes."""
 ASKED_FOR_SCHEMAS = 8
 """How many experts are asked at once what the experts of a grid take. Chosen: one living server is enough."""
 # An expert that has failed is avoided for so long, in seconds. Chosen: records of a dead server expire after a minute.
@@ -159,19 +158,14 @@ class RemoteMixtureOfExperts(nn.Module):
         """The numbers of experts as a tensor of shape (dimensions, samples, most experts), and where there is one."""
         most = max(map(len, batch_experts), default=0)
         prefix, nothing = self.beam_search.uid_prefix, [0] * len(self.grid_size)
-        numbers = [
-            [
-                *(
-                    [int(number) for number in expert.uid.removeprefix(prefix).split(UID_DELIMITER)]
-                    for expert in experts
-                ),
-                *[nothing] * (most - len(experts)),
-            ]
-            for experts in batch_experts
-        ]
+        numbers = []
+        for experts in batch_experts:
+            uids = [expert.uid.removeprefix(prefix).split(UID_DELIMITER) for expert in experts]
+            numbers.append([[int(number) for number in uid] for uid in uids] + [nothing] * (most - len(experts)))
         shape = len(batch_experts), most, len(self.grid_size)
-        exists = torch.tensor([len(experts) for experts in batch_experts])[:, None] > torch.arange(most)
-        return torch.tensor(numbers, dtype=torch.int64).reshape(shape).permute(2, 0, 1), exists
+        counts = torch.tensor([len(experts) for experts in batch_experts], dtype=torch.int64, device="cpu")
+        exists = counts[:, None] > torch.arange(most, device="cpu")
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(shape).permute(2, 0, 1), exists
 
     @property
     def info(self) -> Schemas:
@@ -181,8 +175,7 @@ class RemoteMixtureOfExperts(nn.Module):
             RuntimeError: no experts were found, or none of them answers.
         """
         if self._schemas is None:
-            scores = [torch.rand(size) for size in self.grid_size]
-            found: Any = self.beam_search.find_best_experts(scores, ASKED_FOR_SCHEMAS)
+            found: Any = self.beam_search.find_best_experts([[0.0] * n for n in self.grid_size], ASKED_FOR_SCHEMAS)
             self._learn_schemas(found)
         assert self._schemas is not None
         return self._schemas
@@ -192,8 +185,13 @@ class RemoteMixtureOfExperts(nn.Module):
             raise RuntimeError(
                 f"no experts found with the prefix {self.beam_search.uid_prefix!r}: is a server running?"
             )
-        asked = [*experts][:ASKED_FOR_SCHEMAS]
-        self._schemas = RemoteExpertWorker.run_coroutine(_first_schemas(asked))
+        groups = [_Group(expert, [0], [0]) for expert in [*experts][:ASKED_FOR_SCHEMAS]]
+        # One answer is enough.
+        waiting = _collect(groups, map(_schemas_of, groups), [1], None, 0.0)
+        found, missed = RemoteExpertWorker.run_coroutine(waiting)
+        if not found:
+            raise RuntimeError(f"none of the experts that were found answers: {_told(groups, missed)}")
+        self._schemas = next(iter(found.values()))
 
     def _ask_experts(
         self, grid_scores: Sequence[torch.Tensor], input: torch.Tensor, args: Any, kwargs: Any
@@ -203,14 +201,14 @@ class RemoteMixtureOfExperts(nn.Module):
         Returns:
             The experts, and what :class:`_RemoteCallMany` returns.
         """
+        if not len(input):
+            raise ValueError("a mixture of experts needs at least one sample, got an empty batch")
         on_cpu = [each.detach().cpu() for each in grid_scores]
+        if any(each.isnan().any() for each in on_cpu):
+            raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
         experts: Any = self.beam_search.batch_find_best_experts(on_cpu, self.k_best)
-        if not all(experts) and not self.allow_zero_outputs:
-            raise RuntimeError(
-                f"no experts found with the prefix {self.beam_search.uid_prefix!r}: is a server running?"
-            )
         distinct = dict.fromkeys(expert for some in experts for expert in some)
-        if self._schemas is None:
+        if self._schemas is None or not (distinct or self.allow_zero_outputs):
             self._learn_schemas(distinct)
         options = (self.timeout_after_k_min, self.forward_timeout, self.backward_timeout)
         flags = (self.detect_anomalies, self.allow_zero_outputs)
@@ -238,37 +236,7 @@ def weighted(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (outputs * (shaped.to(outputs.dtype) if outputs.is_floating_point() else shaped)).sum(1)
 
 
-async def _first_schemas(experts: Sequence[RemoteExpert]) -> Schemas:
-    """The schemas of the first expert that answers."""
-
-    async def ask(expert: RemoteExpert) -> Schemas:
-        return await expert_info(expert.uid, expert.stub, expert.timeout)
-
-    asking = [asyncio.ensure_future(ask(each)) for each in experts]
-    errors = []
-    try:
-        for answer in asyncio.as_completed(asking):
-            try:
-                return await answer
-            except (ShoalError, TimeoutError) as e:
-                errors.append(e)
-        raise RuntimeError(f"none of the experts that were found answers; one of them: {errors[-1]}") from errors[-1]
-    finally:
-        await cancel_and_wait(*asking)
-
-
 # --- many calls at once -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """When to stop waiting for answers."""
-
-    needed: Sequence[int]
-    """The answers that each sample needs."""
-    timeout: float | None
-    timeout_when_enough: float | None
-    """How long to wait once every sample has the answers that it needs."""
 
 
 class _Group(NamedTuple):
@@ -280,11 +248,8 @@ class _Group(NamedTuple):
     """The place of the expert among those of the sample."""
 
 
-class _Answers(NamedTuple):
-    """The answers that came in time, by the place of their group, and why others did not."""
-
-    found: dict[int, list[torch.Tensor]]
-    cause: str
+async def _schemas_of(group: _Group) -> Schemas:
+    return await expert_info(group.expert.uid, group.expert.stub, group.expert.timeout)
 
 
 def _groups(experts_per_sample: Sequence[Sequence[RemoteExpert]], most_rows: int) -> list[_Group]:
@@ -302,45 +267,59 @@ def _groups(experts_per_sample: Sequence[Sequence[RemoteExpert]], most_rows: int
 
 
 async def _collect(
-    groups: Sequence[_Group], calls: Iterable[Coroutine[Any, Any, list[torch.Tensor]]], limits: _Limits
-) -> _Answers:
-    """Wait for the answers of all groups, as long as the limits allow."""
+    groups: Sequence[_Group],
+    calls: Iterable[Coroutine[Any, Any, T]],
+    needed: Sequence[int],
+    timeout: float | None,
+    timeout_when_enough: float | None,
+) -> tuple[dict[int, T], dict[int, str]]:
+    """Wait for answers.
+
+    Args:
+        groups: the rows that are sent.
+        calls: send them, and return the answers.
+        needed: how many answers each sample needs.
+        timeout: most seconds to wait.
+        timeout_when_enough: most seconds to wait for others, once each sample has the answers that it needs.
+
+    Returns:
+        The answers that came, by the place of their group, and why others did not.
+    """
     now = asyncio.get_running_loop().time
-    lacking = {sample: needed for sample, needed in enumerate(limits.needed) if needed > 0}
+    ends_at = math.inf if timeout is None else now() + timeout
     places = {asyncio.ensure_future(call): place for place, call in enumerate(calls)}
-    found: dict[int, list[torch.Tensor]] = {}
-    causes = []
-    ends_at = math.inf if limits.timeout is None else now() + limits.timeout
-    pending, is_enough = {*places}, False
+    lacking, pending = Counter({sample: count for sample, count in enumerate(needed) if count > 0}), {*places}
+    found: dict[int, T] = {}
+    missed: dict[int, str] = {}
     try:
         while pending:
-            if not lacking and not is_enough and limits.timeout_when_enough is not None:
-                ends_at, is_enough = min(ends_at, now() + limits.timeout_when_enough), True
+            if not lacking and timeout_when_enough is not None:
+                ends_at = min(ends_at, now() + timeout_when_enough)
             left = None if ends_at == math.inf else max(0.0, ends_at - now())
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             for task in sorted(done, key=places.__getitem__):
                 place, error = places[task], task.exception()
-                if error is not None:
-                    causes.append(_told(groups[place], f"{type(error).__name__}: {error}"))
-                    continue
-                found[place] = task.result()
-                for sample in groups[place].samples:
-                    if sample in lacking:
-                        lacking[sample] -= 1
-                        if not lacking[sample]:
-                            del lacking[sample]
-        causes += [_told(groups[places[task]], "no answer in time") for task in pending]
+                if error is None:
+                    found[place] = task.result()
+                    lacking -= Counter(groups[place].samples)  # keeps those above zero
+                else:
+                    missed[place] = f"{type(error).__name__}: {error}"
+        missed |= {places[task]: "no answer in time" for task in pending}
     finally:
         await cancel_and_wait(*places)
-    return _Answers(found, causes[0] if causes else "none was found")
+    return found, missed
 
 
-def _told(group: _Group, cause: str) -> str:
-    expert = group.expert
-    warn_seldom("expert %s of peer %s failed: %s", expert.uid, expert.peer_id, cause, about=expert.uid)
-    return f"expert {expert.uid} of peer {expert.peer_id}: {cause}"
+def _told(groups: Sequence[_Group], missed: Mapping[int, str]) -> str:
+    """Log why answers did not come; returns the first cause for an error."""
+    causes = []
+    for place, cause in sorted(missed.items()):
+        expert = groups[place].expert
+        causes.append(f"expert {expert.uid} of peer {expert.peer_id}: {cause}")
+        warn_seldom("no answer from expert %s of peer %s: %s", expert.uid, expert.peer_id, cause, about=expert.uid)
+    return causes[0] if causes else "no experts were found"
 
 
 def _check_finite(what: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -379,8 +358,7 @@ class _RemoteCallMany(torch.autograd.Function):
         inputs = [each.detach().cpu() for each in flat_inputs]
         if detect_anomalies:
             _check_finite("inputs", inputs)
-        groups = _groups(experts_per_sample, info.get("max_batch_size", ROWS_PER_REQUEST))
-
+        groups = _groups(experts_per_sample, info["max_batch_size"])
         rows = [[each[group.samples] for each in inputs] for group in groups]
 
         async def call(group: _Group, rows: Tensors) -> list[torch.Tensor]:
@@ -394,15 +372,15 @@ class _RemoteCallMany(torch.autograd.Function):
 
         asked = [len(experts) for experts in experts_per_sample]
         needed = [min(k_min, count) for count in asked]
-        limits = _Limits(needed, forward_timeout, timeout_after_k_min)
-        answers = RemoteExpertWorker.run_coroutine(_collect(groups, map(call, groups, rows), limits))
-        mask = torch.zeros(batch, most, dtype=torch.bool)
-        kinds = _kinds(answers.found.values(), info)
-        outputs = [torch.zeros(batch, most, *shape, dtype=dtype) for shape, dtype in kinds]
+        waiting = _collect(groups, map(call, groups, rows), needed, forward_timeout, timeout_after_k_min)
+        answers, missed = RemoteExpertWorker.run_coroutine(waiting)
+        mask = torch.zeros(batch, most, dtype=torch.bool, device="cpu")
+        kinds = _kinds(answers.values(), info)
+        outputs = [torch.zeros(batch, most, *shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         answered = []
-        for place, tensors in sorted(answers.found.items()):
+        for place, tensors in sorted(answers.items()):
             if _kind(tensors) != kinds:
-                _told(groups[place], "its outputs have other shapes than those of others")
+                missed[place] = "its outputs have other shapes than those of others"
                 continue
             answered.append(groups[place])
             mask[groups[place].samples, groups[place].slots] = True
@@ -412,7 +390,7 @@ class _RemoteCallMany(torch.autograd.Function):
             group.expert.has_answered = False
         for group in answered:
             group.expert.has_answered = True
-        _check_enough(mask.sum(1).tolist(), asked, k_min, allow_zero_outputs, answers.cause)
+        _check_enough(mask.sum(1).tolist(), asked, k_min, allow_zero_outputs, _told(groups, missed))
         ctx.groups, ctx.info, ctx.kinds = answered, info, kinds
         ctx.options = backward_k_min, timeout_after_k_min, backward_timeout, detect_anomalies
         ctx.save_for_backward(*flat_inputs)
@@ -429,11 +407,12 @@ class _RemoteCallMany(torch.autograd.Function):
         grads = [each.detach().cpu() for each in grad_outputs]
         if detect_anomalies:
             _check_finite("gradients", grads)
-
         tensors_of = []
         for _, samples, slots in groups:
             grad_rows = [
-                each[samples, slots] if dtype.is_floating_point else torch.zeros(len(samples), *shape, dtype=dtype)
+                each[samples, slots]
+                if dtype.is_floating_point
+                else torch.zeros(len(samples), *shape, dtype=dtype, device="cpu")
                 for each, (shape, dtype) in zip(grads, ctx.kinds, strict=True)
             ]
             tensors_of.append(([each[samples] for each in inputs], grad_rows))
@@ -442,23 +421,20 @@ class _RemoteCallMany(torch.autograd.Function):
             expert, timeout = group.expert, _timeout(group, backward_timeout)
             return await expert_backward(expert.uid, *tensors, ctx.info, expert.stub, timeout)
 
-        expected = [0] * len(inputs[0])
-        for group in groups:
-            for sample in group.samples:
-                expected[sample] += 1
-        needed = [min(backward_k_min, count) for count in expected]
-        limits = _Limits(needed, backward_timeout, timeout_after_k_min)
-        answers = RemoteExpertWorker.run_coroutine(_collect(groups, map(call, groups, tensors_of), limits))
-        count = sum(len(groups[place].samples) for place in answers.found)
+        expected = Counter(sample for group in groups for sample in group.samples)
+        needed = [min(backward_k_min, expected[sample]) for sample in range(len(inputs[0]))]
+        waiting = _collect(groups, map(call, groups, tensors_of), needed, backward_timeout, timeout_after_k_min)
+        answers, missed = RemoteExpertWorker.run_coroutine(waiting)
+        cause = _told(groups, missed)
+        count = sum(len(groups[place].samples) for place in answers)
         if groups and count < backward_k_min:
-            raise TimeoutError(
-                f"{count} gradients of experts came, and backward_k_min asks for {backward_k_min}: {answers.cause}"
-            )
+            raise TimeoutError(f"{count} gradients of experts came, but backward_k_min={backward_k_min}: {cause}")
         totals = [torch.zeros_like(each) for each in inputs]
-        for place, tensors in sorted(answers.found.items()):
+        for place, tensors in sorted(answers.items()):
+            rows = torch.tensor(groups[place].samples, device="cpu")
             for total, tensor in zip(totals, tensors, strict=True):
                 if total.is_floating_point():
-                    total.index_add_(0, torch.tensor(groups[place].samples), tensor.detach().to(total.dtype))
+                    total.index_add_(0, rows, tensor.detach().to(total.dtype))
         there = [total.to(each.device) for total, each in zip(totals, ctx.saved_tensors, strict=True)]
         return *[None] * 10, *once(there)
 
@@ -479,8 +455,9 @@ def _kind(tensors: Tensors) -> Kinds:
 def _kinds(answers: Iterable[Tensors], info: Schemas) -> Kinds:
     """Shapes and types of the outputs: as most experts return them, or as the schema says if none has answered."""
     every = [_kind(each) for each in answers]
-    schema = [each.make_zeros(1) for each in nested_flatten(info["outputs_schema"])]
-    return max(every, key=every.count) if every else _kind(schema)
+    if every:
+        return max(every, key=every.count)
+    return [(torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"])]
 
 
 def _check_enough(

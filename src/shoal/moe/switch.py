@@ -54,7 +54,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             **kwargs,
         )
         self.utilization_alpha, self.grid_dropout, self.jitter_eps = utilization_alpha, grid_dropout, jitter_eps
-        even = torch.cat([torch.full((size,), 1 / size) for size in grid_size])
+        even = torch.cat([torch.full((size,), 1 / size, device=self.proj.weight.device) for size in grid_size])
         self.register_buffer("grid_utilization", even)
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
@@ -100,7 +100,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         Args:
             probabilities: those of the gate, for each dimension a tensor of shape (samples, numbers).
         """
-        used = torch.split(self.grid_utilization, self.grid_size)
+        used = torch.split(self.grid_utilization, [*self.grid_size])
         terms = [
             each.mean(0).mul(share.to(each.dtype)).mean() * each.shape[-1] ** 2
             for each, share in zip(probabilities, used, strict=True)

@@ -72,6 +72,7 @@ class StagesView:
         """The number of the last change of the run that concerned stages."""
         # By stage and peer: the latest record, and when it expires.
         self._records: dict[int, Bounded[PeerID, tuple[StageRecord, float]]] = {}
+        self._read: set[int] = set()
 
     @property
     def count(self) -> int:
@@ -82,6 +83,7 @@ class StagesView:
     def hear(self, stage: int, read: Iterable[tuple[PeerID, StageRecord | None, float]]) -> list[tuple[PeerID, str]]:
         """The records of a stage were read; returns the peers that have just begun to move, and that in words."""
         records = self._records.setdefault(stage, Bounded(MOST_REMEMBERED))
+        self._read.add(stage)
         moving = []
         for peer, record, until in read:
             before, expires = records.get(peer, (None, 0.0))
@@ -90,7 +92,7 @@ class StagesView:
             if record is None:
                 records.pop(peer, None)
                 continue
-            if record.moves_to is not None and before is not None and before.moves_to is None:
+            if record.is_leaving and record.moves_to is not None and before is not None and not before.is_leaving:
                 name = shown_name(record.name) or short_id(str(peer))
                 moving.append((peer, f"{name} moves from stage {stage} to stage {record.moves_to}"))
             records[peer] = record, until
@@ -107,7 +109,10 @@ class StagesView:
                 del records[peer]
             if not records:
                 del self._records[stage]
-        rows = _marked([self._row(stage) for stage in range(self.count or len(self.rows))])
+        count = self.count or len(self.rows)
+        if not self._read.issuperset(range(count)):
+            return []  # a stage that was not read yet is not one without peers
+        rows = _marked([self._row(stage) for stage in range(count)])
         changes = [
             f"stage {row.stage} has {'a peer again' if row.serving else 'no peer any more: microbatches wait for one'}"
             for before, row in zip(self.rows, rows, strict=False)

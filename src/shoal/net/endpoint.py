@@ -37,7 +37,7 @@ from shoal.net.connection import Call, Connection, Hello
 from shoal.net.connection_pool import ConnectionPool, Dialler
 from shoal.net.limits import HeaderMemory, Limits
 from shoal.net.pasted import short_form
-from shoal.net.server import Server
+from shoal.net.server import CallServer
 from shoal.net.service import Handler
 from shoal.net.transport import H, Header, Stream, Transport
 from shoal.peers.book import PeerBook
@@ -130,7 +130,7 @@ class Endpoint(ABC):
             self.dial, idle_timeout, on_circuit=self.note_circuit, on_broken=self.dialler.note_broken
         )
         """Those connections."""
-        self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
+        self.server = CallServer(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
         """Answers on connections that others have opened."""
         self.header_memory = HeaderMemory(limits)
         """Accounts for the memory of large incoming headers."""

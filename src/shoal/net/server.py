@@ -90,7 +90,7 @@ class _Accepted:
         return not has_begun and self.heard_at < now - limits.seconds_for_first_message
 
 
-class Server:
+class CallServer:
     """Serves the calls of other peers on connections that they have opened.
 
     Args:

@@ -493,6 +493,13 @@ class Optimizer(JointOptimizer):
         self.tracker.look_at_company()
         return self._catch_up()
 
+    def go_to(self, epoch: int) -> None:
+        """Take this epoch without making the steps before it, because nobody has a state of them any more."""
+        self._check_open()
+        with self.tracker.pause_updates():
+            self._follow(epoch)
+            self._synchronization.resume()
+
     def _follow(self, epoch: int) -> None:
         self.state_averager.local_epoch = epoch
 

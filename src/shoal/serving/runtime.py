@@ -37,7 +37,7 @@ class Runtime(threading.Thread):
         module_backends: whose pools are served, by name.
         prefetch_batches: accepted for compatibility, like ``sender_threads``.
         device: modules and batches are moved there; ``None``: they stay.
-        stats_report_interval: log statistics as often, in seconds; ``None``: never.
+        stats_report_interval: seconds between two logs of statistics; ``None``: no statistics.
         pools: further pools.
     """
 
@@ -106,7 +106,7 @@ class Runtime(threading.Thread):
 
     def _process(self, pool: TaskPool, *batch: torch.Tensor) -> tuple[Sequence[torch.Tensor], int]:
         if self.device is not None:
-            batch = tuple(each.to(self.device, non_blocking=True) for each in batch)
+            batch = tuple(each.to(self.device) for each in batch)
         outputs, size = self.process_batch(pool, next(self._numbers), *batch)
         return [each.cpu() for each in outputs], size
 
@@ -129,7 +129,7 @@ class Runtime(threading.Thread):
 
 
 class StatsReporter(threading.Thread):
-    """Logs at regular intervals what was computed.
+    """Periodically logs what was computed.
 
     Args:
         report_interval: in seconds.

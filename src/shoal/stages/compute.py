@@ -39,7 +39,7 @@ from shoal.stages.steps import DeclaredEnd, StageOptimizer
 T = TypeVar("T")
 
 # Priorities in the computing thread. Backward passes free memory, and others wait for them.
-BACKWARD, FORWARD = 0.0, 1.0
+BACKWARD, LOSSES, FORWARD = 0.0, 0.5, 1.0
 # Shapes of microbatches whose graphs have been measured. Chosen: batches of texts have many lengths.
 MOST_SHAPES = 256
 # How many values of each output are compared when a forward pass is repeated, and by how much of the largest one they
@@ -65,9 +65,6 @@ class StageTask(NamedTuple):
     @property
     def key(self) -> tuple[bytes, int]:
         return self.driver, self.sequence
-
-
-Task = StageTask
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -282,8 +279,7 @@ class StageCompute:
         """The outputs of a microbatch, detached. Those that need a gradient have ``requires_grad`` set.
 
         Args:
-            inputs: a tensor, or a tuple or dictionary of arguments. Those with ``requires_grad`` get gradients; if none
-                has it, all floating-point tensors do, except in the first stage.
+            inputs: a tensor, or a tuple or dictionary of arguments. Those with ``requires_grad`` get gradients.
             extras: more keyword arguments, without gradients.
 
         Raises:
@@ -313,7 +309,7 @@ class StageCompute:
             MicrobatchError: it must not count, and does not, for example because a loss is not finite.
             Exception: of the module.
         """
-        return await self._compute(FORWARD, self._losses, task, inputs, labels, extras or {})
+        return await self._compute(LOSSES, self._losses, task, inputs, labels, extras or {})
 
     async def backward(self, task: StageTask, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of a microbatch, which is forgotten afterwards; those of parameters are counted.
@@ -355,7 +351,7 @@ class StageCompute:
             with torch.no_grad():
                 outputs = self._call(task, inputs, extras)
             kept.values = _some_values(form_of(outputs)[1])
-            return self._detached(outputs)
+            return self._detached(outputs, may_need_grads=bool(self._trained) or any(t.requires_grad for t in tensors))
         saved = _SavedTensors([*self.module.parameters(), *self.module.buffers(), *tensors])
         with torch.enable_grad(), saved.measuring() if expected is None else contextlib.nullcontext():
             outputs = self._call(task, inputs, extras)
@@ -495,21 +491,16 @@ class StageCompute:
     def _arrive(self, inputs: Any) -> Any:
         """Inputs as leaves of a new graph, on the device."""
         form, tensors = form_of(inputs)
-        takes_all = self.number > 0 and not any(each.requires_grad for each in tensors)
-        leaves = [
-            each.detach().to(self.device).requires_grad_(each.is_floating_point() and (takes_all or each.requires_grad))
-            for each in tensors
-        ]
-        return with_form(form, leaves)
+        return with_form(form, [each.detach().to(self.device).requires_grad_(each.requires_grad) for each in tensors])
 
     def _to_device(self, structure: Any) -> Any:
         form, tensors = form_of(structure)
         return with_form(form, [each.detach().to(self.device) for each in tensors])
 
-    def _detached(self, outputs: Any) -> Any:
+    def _detached(self, outputs: Any, *, may_need_grads: bool = False) -> Any:
+        """Outputs without their graph. If they have none, it is not known which of them need gradients."""
         form, tensors = form_of(outputs)
-        has_graph = any(each.requires_grad for each in tensors)
-        needs = [each.requires_grad if has_graph else each.is_floating_point() for each in tensors]
+        needs = [each.requires_grad or (may_need_grads and each.is_floating_point()) for each in tensors]
         return with_form(form, [each.detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)])
 
     def _parameters_now(self) -> object:
@@ -597,6 +588,14 @@ class StageCompute:
             await self._in_thread(self._end_epoch)
         return self.epoch
 
+    async def go_to(self, step: int) -> None:
+        """Take the label of a step without making those before it, because the state of the stage is lost."""
+        async with self._alone():
+            if self.optimizer is None:
+                self._epoch = step
+            else:
+                await self._in_thread(functools.partial(self.optimizer.go_to, step))
+
     def _catch_up(self) -> None:
         assert self.optimizer is not None
         while self.optimizer.catch_up() and not self._closing.wait(PAUSE_SECONDS):
@@ -635,7 +634,7 @@ class StageCompute:
             loop.call_soon_threadsafe(changed.set)
 
         if self.optimizer is None:
-            await changed.wait()  # for ever
+            await changed.wait()  # never
             return
         self.optimizer.tracker.watch(wake)
         try:

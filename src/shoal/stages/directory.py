@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -72,9 +73,9 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool = False
     """It finishes what it has, and accepts nothing new."""
     moves_to: StageNumber | None = None
-    """The stage that it moves to, if it is leaving for that."""
+    """The stage that it is going to hold. It serves this one until it is leaving."""
     since: Moment = 0.0
-    """DHT time at which it took this stage."""
+    """DHT time at which it has begun to join or to move."""
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGES)] = 0
     """The number of stages of the model."""
     time: Moment = 0.0
@@ -97,9 +98,31 @@ class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
         return own != others or (self.rate > 0) != (told.rate > 0)
 
 
+_DEFAULTS = {each.name: each.default for each in msgspec.structs.fields(StageRecord)}
+
+
 def key_of_stage(run_id: str, stage: int) -> str:
     """The DHT key of the records of a stage."""
     return f"{run_id}_stages.{stage}"
+
+
+def name_of_stage(run_id: str, stage: int) -> str:
+    """The run id of the optimizer of a stage."""
+    return f"{run_id}_stage_{stage}"
+
+
+async def stages_of(table: Table, run_id: str) -> dict[int, str]:
+    """The run ids of the stages of a run by their numbers; empty if nobody holds the first stage or the second.
+
+    Raises:
+        ShoalError: the DHT cannot be read.
+    """
+    for stage in (0, 1):
+        records = [record for _, record, _ in await read_stage(table, run_id, stage) if record is not None]
+        if records:
+            count = Counter(record.count for record in records).most_common(1)[0][0]
+            return {number: name_of_stage(run_id, number) for number in range(count)}
+    return {}
 
 
 def parse_stage_record(value: object, now: float) -> StageRecord:
@@ -159,6 +182,8 @@ class StageDirectory:
             raise ValueError(f"a model has 1 to {MAX_STAGES} stages, got {count}")
         self._table, self._p2p, self._run_id, self.count = table, p2p, run_id, count
         self._own: dict[int, StageRecord] = {}
+        # By stage: what holds for its records until further notice.
+        self._marks: dict[int, dict[str, Any]] = {}
         # By stage: the record that is in the DHT, and when it expires.
         self._written: dict[int, tuple[StageRecord, float]] = {}
         # By stage: the records of others, each with its expiration; and when the stage was last read.
@@ -176,9 +201,11 @@ class StageDirectory:
         self._tasks.spawn(self._keep_reading())
 
     async def stop(self) -> None:
-        """Withdraw the own records, and stop."""
+        """Withdraw the own records, and stop. If the DHT cannot be told in time, they expire."""
         await self._tasks.close()
-        await self.withdraw()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WITHDRAWAL_SECONDS):
+                await self.withdraw()
 
     # --- this peer ----------------------------------------------------------------------------------------------------
 
@@ -189,23 +216,32 @@ class StageDirectory:
         """
         if not 0 <= record.stage < self.count:
             raise ValueError(f"stage {record.stage} is none of the {self.count} stages: give one from 0")
+        record = msgspec.structs.replace(record, **self._marks.get(record.stage, {}))
         self._own[record.stage] = record
         written, _ = self._written.get(record.stage, (None, 0.0))
         is_due = written is None or get_dht_time() - written.time >= RENEWAL_SECONDS
         if written is None or is_due or record.is_news_after(written):
             await self._write(record.stage)
 
+    async def mark(self, stage: int, **values: Any) -> None:
+        """Set fields of the record of a stage, in all that is declared until the next call, which unsets the others.
+
+        So one part of a program can declare the numbers, and another one that the peer moves.
+        """
+        unset = {name: _DEFAULTS[name] for name in self._marks.get(stage, {}) if name != "since"}
+        self._marks[stage] = values
+        if stage in self._own:
+            await self.declare(msgspec.structs.replace(self._own[stage], **{**unset, **values}))
+
     async def withdraw(self, stage: int | None = None) -> None:
-        """Withdraw the record of a stage, or all of them. If the DHT cannot be told, they expire."""
+        """Withdraw the record of a stage, or all of them."""
         stages = [*self._own] if stage is None else [stage]
         for each in stages:
             self._own.pop(each, None)
+            self._marks.pop(each, None)
         written = [(each, self._written.pop(each)[1]) for each in stages if each in self._written]
         # The DHT keeps the entry that expires last.
-        stores = [self._store(each, None, math.nextafter(until, math.inf)) for each, until in written]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WITHDRAWAL_SECONDS):
-                await asyncio.gather(*stores)
+        await asyncio.gather(*[self._store(each, None, math.nextafter(until, math.inf)) for each, until in written])
 
     async def _keep_renewing(self) -> None:
         while True:

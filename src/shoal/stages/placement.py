@@ -8,9 +8,9 @@ nobody acts on its first decision: it declares what it is going to do, waits unt
 again, with what was declared by those that come before it::
 
     newcomer    stage_for_newcomer ─► declare(is_joining) ─► pause ─► the same stage again? ─► download, serve
-    mover       move_of(…) is me ─► declare(is_leaving, moves_to) ─► pause ─► may_move? ─► finish, move, serve
+    mover       move_of(…) is me ─► declare(moves_to) ─► pause ─► may_move? ─► finish, leave, download, serve
 
-Everything here is computed from records, without a clock or a network.
+Everything here is computed from records, without a clock or a network; :mod:`shoal.stages.moving` acts on it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def rank_of(peer: PeerID, step: int) -> bytes:
 
 def is_settling(record: StageRecord) -> bool:
     """Whether a peer is on its way to a stage: it joins or moves."""
-    is_on_its_way = record.is_joining or (record.is_leaving and record.moves_to is not None)
-    return is_on_its_way and record.time - record.since < SETTLING_SECONDS
+    return (record.is_joining or record.moves_to is not None) and record.time - record.since < SETTLING_SECONDS
 
 
 def _speeds(peers: Peers, ignored: Collection[PeerID] = ()) -> dict[int, dict[PeerID, float]]:
@@ -67,35 +66,49 @@ def _speeds(peers: Peers, ignored: Collection[PeerID] = ()) -> dict[int, dict[Pe
     speeds = {stage: dict[PeerID, float]() for stage in peers}
     for stage, records in peers.items():
         for peer, record in records.items():
-            has_plans = peer not in ignored and is_settling(record)
-            stays = record.serves or (peer in ignored and not record.is_joining)
-            target = record.moves_to if has_plans and record.is_leaving else stage
-            if (has_plans or stays) and target in speeds:
+            target: int | None = stage
+            if is_settling(record):
+                if record.is_joining:
+                    target = None if peer in ignored else stage
+                else:
+                    target = stage if peer in ignored else record.moves_to
+            elif not record.serves:
+                target = None
+            if target in speeds:
                 speeds[target][peer] = record.rate or usual
     return speeds
 
 
+def _sums(speeds: Mapping[int, Mapping[PeerID, float]]) -> dict[int, float]:
+    return {stage: sum(each.values()) for stage, each in speeds.items()}
+
+
 def rates_of(peers: Peers) -> dict[int, float]:
     """Microbatches per second of each stage. A peer counts where it is going to be."""
-    return {stage: sum(speeds.values()) for stage, speeds in _speeds(peers).items()}
+    return _sums(_speeds(peers))
 
 
 def stage_for_newcomer(peers: Peers, newcomer: PeerID, since: float) -> int:
-    """The stage that a newcomer takes: the poorest. If there are several, its peer id decides.
+    """The stage that a newcomer takes: the poorest. If there are several, the one that it has declared already, or else
+    its peer id decides.
 
     Args:
-        since: DHT time at which the newcomer has first declared a stage, or now. Others that are joining since then do
-            not count: they give way.
+        since: DHT time at which the newcomer first declared a stage; infinite before. Others that have begun to join
+            later give way, so they count only between stages that are equally poor.
     """
-    order = since, rank_of(newcomer, 0)
+    own = since, rank_of(newcomer, 0)
     later = {
         peer
         for records in peers.values()
         for peer, record in records.items()
-        if record.is_joining and (record.since, rank_of(peer, 0)) >= order
+        if record.is_joining and (record.since, rank_of(peer, 0)) >= own
     }
-    speeds = _speeds(peers, {newcomer, *later})
-    return min(speeds, key=lambda stage: (sum(speeds[stage].values()), rank_of(newcomer, stage)))
+    rates, all_rates = (_sums(_speeds(peers, ignored)) for ignored in ({newcomer, *later}, {newcomer}))
+
+    def order(stage: int) -> tuple[float, bool, float, bytes]:
+        return rates[stage], newcomer not in peers[stage], all_rates[stage], rank_of(newcomer, stage)
+
+    return min(rates, key=order)
 
 
 def move_of(peers: Peers, step: int, ignored: Collection[PeerID] = ()) -> Move | None:
@@ -115,7 +128,7 @@ def move_of(peers: Peers, step: int, ignored: Collection[PeerID] = ()) -> Move |
         if any(is_settling(record) for peer, record in records.items() if peer not in ignored):
             return None
     speeds = _speeds(peers, ignored)
-    rates = {stage: sum(each.values()) for stage, each in speeds.items()}
+    rates = _sums(speeds)
     target = min(rates, key=lambda stage: (rates[stage], stage))
     least = SHARE * rates[target] / max(1, len(speeds[target]))
     for source in sorted(rates, key=lambda stage: (-rates[stage], stage)):

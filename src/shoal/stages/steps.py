@@ -17,12 +17,13 @@ import torch
 
 from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom
-from shoal.errors import ShoalError
+from shoal.errors import BusyError, ShoalError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.options import check_run_id
 from shoal.optim.progress.board import FAR_AHEAD, EpochRule
 from shoal.optim.progress.records import GlobalTrainingProgress, LocalTrainingProgress
 from shoal.optim.setup.training_setup import OptimizerFactory
+from shoal.stages.directory import name_of_stage
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StageOptimizer = Optimizer | DiLoCo
-# Norms of so many steps are kept for peers of other stages. Chosen: stages are at most a few steps apart.
+# The number of steps whose norms are kept for peers of other stages. Chosen: stages are at most a few steps apart.
 MOST_STEPS = 8
 # As in torch: keeps the factor finite.
 _EPSILON = 1e-6
@@ -82,12 +83,6 @@ class DeclaredEnd(EpochRule):
         return now
 
 
-def name_of_stage(run_id: str, stage: int) -> str:
-    """The run id of the optimizer of a stage."""
-    check_run_id(run_id)
-    return f"{run_id}_stage_{stage}"
-
-
 def make_optimizer(
     dht: DHT,
     run_id: str,
@@ -115,6 +110,7 @@ def make_optimizer(
     Raises:
         ValueError, TypeError: options contradict each other.
     """
+    check_run_id(run_id)
     for name in options.keys() & _SET_HERE.keys():
         if options[name]:
             raise ValueError(f"{name} cannot be given for a stage: {_SET_HERE[name]}")
@@ -145,14 +141,19 @@ GatherNorms = Callable[[int, float], float]
 squared norms of all stages."""
 
 
-def clip_by_global_norm(optimizer: Optimizer, max_norm: float, gather_norms: GatherNorms) -> None:
+def clip_by_global_norm(optimizer: StageOptimizer, max_norm: float, gather_norms: GatherNorms) -> None:
     """Let an optimizer scale its averaged gradients, so that the norm of those of all stages is at most ``max_norm``.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: it is not a positive number, or the optimizer makes inner steps.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm must be a positive number, got {max_norm!r}")
+    if isinstance(optimizer, DiLoCo):
+        raise ValueError(
+            "clip_grad_norm needs the gradients of all stages at once, but with inner_batch_size each peer makes inner "
+            "steps of its own: clip in the optimizer that makes them, with register_step_pre_hook"
+        )
 
     def clip(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         grads = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
@@ -192,6 +193,7 @@ class StageNorms:
         self._ask, self._seconds, self._loop = ask, seconds, asyncio.get_running_loop()
         self._own: Bounded[int, asyncio.Future[float]] = Bounded(MOST_STEPS)
         self._last: dict[int, float] = {}
+        self._settled = -1
         self._warn_seldom = Seldom(logger.warning)
 
     def gather(self, step: int, own: float) -> float:
@@ -227,6 +229,24 @@ class StageNorms:
             self._own[step] = self._loop.create_future()
         return self._own[step]
 
+    def settle(self, step: int) -> None:
+        """This peer makes no step up to this one any more. If it has not made one, such as after a download, peers that
+        ask for its number are told so."""
+        self._settled = max(self._settled, step)
+        for number, known in self._own.items():
+            if number <= step and not known.done():
+                known.set_exception(self._unknown(number))
+                known.exception()  # it need not interest anybody
+
+    def _unknown(self, step: int) -> BusyError:
+        return BusyError(f"this peer has not made step {step}")
+
     async def own(self, step: int) -> float:
-        """This stage's number of a step, as soon as it is known. The caller has checked that it will be."""
+        """This stage's number of a step, as soon as it is known. The caller has checked that the step is near.
+
+        Raises:
+            BusyError: this peer has made later steps, but not this one.
+        """
+        if step <= self._settled and step not in self._own:
+            raise self._unknown(step)
         return await asyncio.shield(self._future(step))

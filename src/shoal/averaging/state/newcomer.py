@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -64,6 +64,8 @@ Donor = tuple[float, PeerID]
 """A rank (lower is better) and a peer."""
 CheckTensors = Callable[[Sequence[TensorMetadata]], object]
 """Raises ``ValueError`` if tensors with these descriptions are of no use to this peer."""
+AcceptState = Callable[[StateHeader], Awaitable[bool]]
+"""Whether to download the state that has won the vote; otherwise the donors are asked again. It may take seconds."""
 
 # The most donors that are asked for their version, and the most from which a state is taken at once (chosen).
 MAX_VOTERS, MAX_DONORS = 7, 4
@@ -244,6 +246,7 @@ class StateDownloads:
         part: bytes = b"",
         most_voters: int = MAX_VOTERS,
         check: CheckTensors | None = None,
+        accepts: AcceptState | None = None,
     ) -> GivenState | None:
         """Download the state from the best donors that deliver one; ``None``: no donor does.
 
@@ -252,13 +255,14 @@ class StateDownloads:
             part: the name of the wanted part; empty: all of the state.
             most_voters: how many donors are asked for their version. Use 1 if all versions differ anyway.
             check: refuses tensors before they are downloaded.
+            accepts: may wait for another version than the present one.
         """
         loop, options = asyncio.get_running_loop(), self._options
         request = DownloadRequest(part=part, trains=options.trains, agreement=dict(options.agreement))
         patience_ends = loop.time() + BUSY_PATIENCE
         while True:
             donors = deque(await self.find_donors(skip))
-            wanted = options, request, check, most_voters
+            wanted = options, request, check, accepts, most_voters
             search = _DonorSearch(self._p2p, self._get_stub, *wanted, self._memory, self._warn_seldom, donors)
             state = await search.run()
             self.contradictions, self.left = search.contradictions, search.left
@@ -327,6 +331,7 @@ class _DonorSearch:
     options: DownloadOptions
     request: DownloadRequest
     check: CheckTensors | None
+    accepts: AcceptState | None
     most_voters: int
     memory: DonorMemory
     warn_seldom: Seldom
@@ -433,6 +438,8 @@ class _Attempt:
             if source is None:
                 return None
             self._rank = source.donor[0]
+            if self._search.accepts is not None and not await self._search.accepts(source.header):
+                return None
             self._tell_of_others(source)
             download = self._begin(source)
             is_left = await self._look_after(download)

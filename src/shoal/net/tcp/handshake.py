@@ -10,8 +10,8 @@ signed, so the dialler proves itself inside the channel::
 The signature is over a label, the listener's peer id, the SHA-256 of the listener's certificate, the nonce, and the
 SHA-256 of the dialler's badge. Because it covers the certificate, the proof is worthless on any other channel. The
 listener reads nothing else before the proof holds. Without a membership, a badge has no bytes. A dialler judges the
-listener's badge before it identifies itself; a listener leaves that to :class:`~shoal.net.server.Server`, which can say
-why it refuses.
+listener's badge before it identifies itself; a listener leaves that to :class:`~shoal.net.server.CallServer`, which can
+say why it refuses.
 """
 
 from __future__ import annotations

@@ -376,6 +376,12 @@ class DiLoCo(JointOptimizer):
         self.tracker.look_at_company()
         return self._catch_up()
 
+    def go_to(self, epoch: int) -> None:
+        """Take this slot without those before it, because nobody has a state of them any more."""
+        self._check_open()
+        with self.tracker.pause_updates():
+            self._rounds.go_to(epoch)
+
     def _follow(self, epoch: int) -> None:
         self._rounds.counter.go_to(epoch)
 
