@@ -8,8 +8,8 @@
                                      ▼
                      softmax over the experts that answered ─► weighted sum of their outputs
 
-An expert that fails, or does not answer in time, has no weight, and is avoided for a while. If a sample is left with too
-few answers, all samples are sent once more, to experts that are not avoided.
+An expert that fails, or does not answer in time, has no weight, and is avoided for a while. If a sample is left with
+too few answers, all samples are sent once more, to experts that are not avoided.
 """
 
 from __future__ import annotations
