@@ -273,6 +273,12 @@ class StageCompute:
         """The memory of what is kept for backward passes."""
         return sum(each.nbytes for each in [*self._kept.values()])
 
+    @property
+    def samples(self) -> int:
+        """The samples whose gradients wait for the next step."""
+        waiting = 0 if self._inner is None else self._inner.samples
+        return waiting + (0 if self.optimizer is None else self.optimizer.tracker.local_progress.samples_accumulated)
+
     # --- microbatches -------------------------------------------------------------------------------------------------
 
     async def forward(self, task: StageTask, inputs: Any, extras: dict[str, Any] | None = None) -> Any:
