@@ -32,6 +32,7 @@ from shoal.base.tasks import await_cancelled
 from shoal.errors import MicrobatchError, MicrobatchNotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 from shoal.serving.task_pool import JobPool
 from shoal.serving.tensors import form_of, with_form
 from shoal.stages.steps import DeclaredEnd, StageOptimizer
@@ -573,7 +574,14 @@ class StageCompute:
             SettingsMismatch: this peer's settings are not those of the run.
         """
         if self.optimizer is not None:
+            tracker = self.optimizer.tracker
             async with self._alone():
+                # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
+                await self._in_thread(
+                    functools.partial(tracker.fetched_global_progress_this_epoch.wait, FIRST_LOOK_SECONDS)
+                )
+                if tracker.exchange is not None:
+                    await tracker.exchange.ask_all(FIRST_LOOK_SECONDS)
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 
