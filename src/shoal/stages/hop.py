@@ -366,6 +366,8 @@ class Passage:
             except PeerTurnedAway as e:
                 if e.code is Acceptance.BEHIND:
                     hop.measured.note_behind(peer, self._request.step, get_dht_time())
+                else:
+                    self._alone_since = 0.0
                 self._rests[peer] = self._now() + (PAUSE if e.code is Acceptance.BUSY else hop.patience.request_timeout)
                 continue
             except StageFailure as e:

@@ -62,11 +62,11 @@ T = TypeVar("T")
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
 # A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
-SECONDS_OF_WORK = 2.0
+SECONDS_OF_WORK = 0.5
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
-# How long a peer of another stage may take to tell a norm, and the pause before all are asked again, in seconds. Chosen:
-# it may still be averaging.
+# How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
+# are asked again, in seconds (chosen).
 NORM_TIMEOUT, NORM_PAUSE = 5.0, 0.2
 # The weight of the newest microbatch in the pace of this peer (chosen).
 ALPHA = 0.1
@@ -393,6 +393,7 @@ class StageHost:
         del inputs
         onward, outputs = Cargo(outputs, labels, rest), None
         result = await passage.through(onward)
+        del onward
         if task.trains:
             works.advance(way.work, Phase.BACKWARD)
             backward = self.compute.backward(task, result.grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -31,7 +32,7 @@ from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.serving.tensors import EXACT
+from shoal.serving.tensors import EXACT, form_of
 from shoal.stages.backup import StageBackups
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageCompute
@@ -395,17 +396,22 @@ class StagedModel(Facade):
 
     def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
         waiting: deque[AwaitableFuture[Brought | None]] = deque()
+        # If the caller stops early, what is on its way still comes through: stages count it all or not at all.
+        for each in microbatches:
+            waiting.append(self._submit(*_parsed(each), trains=trains))
+            # One that takes long holds up the losses of those after it, but not them.
+            while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
+                yield from self._losses_of(waiting.popleft())
+        while waiting:
+            yield from self._losses_of(waiting.popleft())
+
+    def _losses_of(self, future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
         try:
-            for each in microbatches:
-                waiting.append(self._submit(*_parsed(each), trains=trains))
-                # One that takes long holds up the losses of those after it, but not them.
-                while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
-                    yield from _losses_of(waiting.popleft())
-            while waiting:
-                yield from _losses_of(waiting.popleft())
-        finally:
-            for future in waiting:
-                future.cancel()
+            brought = future.result()
+        except concurrent.futures.CancelledError:
+            raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+        if brought is not None:
+            yield brought.losses
 
     def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
         assert self._driver is not None
@@ -613,12 +619,6 @@ class _Through(torch.autograd.Function):
         return None, None, *(each if each is None else each * scale for each in ctx.grads)
 
 
-def _losses_of(future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
-    brought = future.result()
-    if brought is not None:
-        yield brought.losses
-
-
 def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
     """The inputs, the labels and the extras of a microbatch.
 
@@ -628,6 +628,7 @@ def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str,
     if not isinstance(microbatch, tuple | list) or len(microbatch) not in (2, 3):
         raise TypeError(f"a microbatch must be (inputs, labels) or (inputs, labels, extras), got {type(microbatch)}")
     inputs, labels, extras = (*microbatch, None)[:3]
+    form_of([inputs, labels, *(dict(each) for each in (extras or {}).values())])  # raises if it cannot be sent
     tensors = tensors_of(inputs)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("the first tensor of the inputs must have the samples of a microbatch as its first dimension")
