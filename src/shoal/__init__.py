@@ -98,6 +98,7 @@ _HOMES = {
         "SerializerBase",
     ),
     "shoal.base.tasks": ("enter_asynchronously",),
+    "shoal.stages.model": ("StagedModel",),
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -165,6 +166,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     )
     from shoal.optim.progress.records import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
+    from shoal.stages.model import StagedModel
 
 __all__ = [
     "DHT",
@@ -205,6 +207,7 @@ __all__ = [
     "SerializerBase",
     "Server",
     "SizeAdaptiveCompression",
+    "StagedModel",
     "TensorDescriptor",
     "TensorMetadata",
     "TensorRole",

@@ -31,7 +31,8 @@
     ├── SettingsMismatch        the settings of this peer are not those of its run; the text names what differs
     ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
-    ├── MicrobatchError         a microbatch must not count in a stage, such as one with a loss that is not finite
+    ├── MicrobatchError         a microbatch cannot be computed in a stage, or must not count
+    │   └── MicrobatchNotFiniteError  a loss or a gradient of it is not finite
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot continue, or a machine in it is down
 
@@ -223,6 +224,10 @@ class StateRefusedError(ShoalError, ValueError):
 
 class MicrobatchError(ShoalError, ValueError):
     """A microbatch cannot be computed in a stage, or must not count; the text says why."""
+
+
+class MicrobatchNotFiniteError(MicrobatchError):
+    """A loss or a gradient of a microbatch is not finite: it must not count anywhere."""
 
 
 class ProcessGroupError(ShoalError, RuntimeError):

@@ -150,6 +150,16 @@ class Metrics:
     """The same, by cause; see :class:`~shoal.averaging.control.LossCause`."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
+    microbatches_done: int = 0
+    """Microbatches that this driver has brought through all stages."""
+    microbatches_resent: Counter[str] = field(default_factory=Counter)
+    """Microbatches that this driver has sent again, by reason: ``late`` (their step was over at a stage), or ``lost``
+    (a repair has failed; some stages may have counted such a microbatch already)."""
+    microbatches_dropped: Counter[str] = field(default_factory=Counter)
+    """Microbatches that this driver has given up, by reason: ``not finite``, or ``lost``."""
+    hops_repaired: Counter[str] = field(default_factory=Counter)
+    """Stage peers that have failed with a microbatch of this peer; then the ``same peer`` was asked again over a new
+    connection, or ``another peer`` was."""
     troubles: Counter[str] = field(default_factory=Counter)
     """Warnings to the user by kind, including those that were suppressed as repetitions:
 

@@ -277,8 +277,9 @@ class ProgressTracker(Facade):
 
     def _equip(self) -> None:
         """List the run, if its settings are compared. Called before the start and after it."""
-        exchange, is_open = self.exchange, self.dht.p2p.membership is None  # a private run keeps its name to itself
-        if exchange is not None and exchange.runs is None and is_open and self.board.company is not None:
+        # A private run keeps its name to itself.
+        exchange, is_listed = self.exchange, self.dht.p2p.membership is None and self.board.rule.is_listed
+        if exchange is not None and exchange.runs is None and is_listed and self.board.company is not None:
             exchange.runs = RunList(self.dht.node, self.dht.p2p, self.prefix, self.board)
 
     def is_alive(self) -> bool:

@@ -29,7 +29,7 @@ from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.reactor import AwaitableFuture, in_thread
 from shoal.base.tasks import await_cancelled
-from shoal.errors import MicrobatchError, ReactorError
+from shoal.errors import MicrobatchError, MicrobatchNotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.serving.task_pool import JobPool
@@ -401,7 +401,9 @@ class StageCompute:
         if not task.trains:
             return losses, [None] * len(form_of(inputs)[1])
         if not all_finite(losses.detach()):
-            raise MicrobatchError(f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}")
+            raise MicrobatchNotFiniteError(
+                f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}"
+            )
         self._forget_gradients()
         if losses.requires_grad:
             torch.autograd.backward(losses.mean())
@@ -429,7 +431,7 @@ class StageCompute:
                 )
             pairs.append((output, grad.to(output.device, output.dtype)))
         if first_not_finite([grad for _, grad in pairs]) is not None:
-            raise MicrobatchError(f"a gradient of the outputs of microbatch {task.sequence} is not finite")
+            raise MicrobatchNotFiniteError(f"a gradient of the outputs of microbatch {task.sequence} is not finite")
         self._forget_gradients()
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
@@ -445,7 +447,9 @@ class StageCompute:
             return
         try:
             if first_not_finite([p.grad for p in self._trained if p.grad is not None]) is not None:
-                raise MicrobatchError(f"gradients of microbatch {task.sequence} are not finite in stage {self.number}")
+                raise MicrobatchNotFiniteError(
+                    f"gradients of microbatch {task.sequence} are not finite in stage {self.number}"
+                )
             if self._inner is not None:
                 self._inner.add(samples)
                 samples = self._inner.samples

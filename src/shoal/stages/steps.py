@@ -55,6 +55,7 @@ class DeclaredEnd(EpochRule):
     """
 
     adds_up = False
+    is_listed = False  # the run of all stages is
 
     def __init__(self) -> None:
         self._over = -1

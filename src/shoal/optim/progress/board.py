@@ -48,6 +48,8 @@ class EpochRule:
 
     adds_up = True
     """Whether what peers have done is added up."""
+    is_listed = True
+    """Whether users join the run by its name, so that it is in the list of runs."""
 
     def share(self, target: int, num_peers: int) -> float:
         """The share of one peer in an epoch."""

@@ -1,0 +1,632 @@
+"""A stage peer: it computes one stage for others, and sends what comes out to the next stage.
+
+What to do with a microbatch is decided by :class:`~shoal.stages.work.Works`; here it is done. Each work runs in a task
+of its own, which outlives the calls that ask for it::
+
+    Request ─► place ─► tensors ─► [door] ─► forward ─► next stage ─► backward ─► StageOutcome
+                                      │                 reserved meanwhile
+                                      └─ waits until the step of the microbatch begins
+
+*Steps.* Drivers say when a step is over (:mod:`~shoal.stages.driver`). Then each holder of the stage makes it, as soon
+as no microbatch of that step is under way here. A microbatch of the next step shows that the step is over, too, so
+nobody depends on a single message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from shoal.base.logs import Seldom, quoted
+from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
+from shoal.compression import CompressionBase
+from shoal.errors import BusyError, MicrobatchNotFiniteError, ProtocolError, ShoalError
+from shoal.metrics import Metrics
+from shoal.net.connection import CallFailure, Connection, Hello
+from shoal.net.memory import Piece, PipeEnd
+from shoal.net.transport import Amount, Count, Header
+from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
+from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
+from shoal.stages.compute import Task
+from shoal.stages.directory import StageNumber, StageRecord
+from shoal.stages.hop import (
+    CALL_FAILURES,
+    Admission,
+    Cargo,
+    Changes,
+    FailureCause,
+    Hop,
+    News,
+    Patience,
+    Peers,
+    Request,
+    Result,
+    StageFailure,
+    StageOutcome,
+    lively,
+    tensors_of,
+)
+from shoal.stages.steps import StageNorms
+from shoal.stages.work import Acceptance, Door, MicrobatchID, Phase, Work, Works
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
+TOLD = 3
+# A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
+SECONDS_OF_WORK = 2.0
+# The pause before a step that failed is tried again, in seconds (chosen).
+STEP_PAUSE = 1.0
+# The pause before all peers of a stage are asked again for a norm, in seconds (chosen).
+NORM_PAUSE = 0.2
+# The weight of the newest microbatch in the pace of this peer (chosen).
+ALPHA = 0.1
+
+
+class Arithmetic(Protocol):
+    """What computes a stage: :class:`~shoal.stages.compute.StageCompute`, or a stand-in in a simulation."""
+
+    @property
+    def epoch(self) -> int:
+        """The step whose parameters it has."""
+
+    async def forward(self, task: Task, inputs: Any, extras: dict[str, Any]) -> Any:
+        """The outputs."""
+
+    async def losses(
+        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Of the last stage: one loss for each sample, and the gradients of the inputs. The samples count.
+
+        Raises:
+            MicrobatchNotFiniteError: a loss is not finite, and nothing has counted.
+        """
+
+    async def backward(self, task: Task, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the inputs. The samples count."""
+
+    def forget(self, task: Task) -> None:
+        """Nothing more will be asked of this microbatch."""
+
+    async def make_step(self) -> int:
+        """Make the step with the holders of this stage, and return the new epoch."""
+
+    async def until_over(self) -> None:
+        """Wait until another holder of this stage makes the step of this epoch, or has made it."""
+
+
+class RunningWork:
+    """A work and what runs for it."""
+
+    def __init__(self, work: Work, request: Request) -> None:
+        self.work, self.request = work, request
+        self.task = Task(
+            request.driver, request.sequence, request.step, request.seed, request.samples, trains=request.trains
+        )
+        self.running: asyncio.Task[None] | None = None
+        self.cargo: Cargo | None = None
+        self.news = News(route=[])
+        self.outcome: StageOutcome | None = None
+        self.result: Result | None = None
+        self.changes = Changes()
+
+    def tell(self, **news: Any) -> None:
+        """There is news for the callers."""
+        self.news = msgspec.structs.replace(self.news, **news)
+        self.changes.note()
+
+    def finish(self, outcome: StageOutcome, result: Result | None = None) -> None:
+        """There is a result, or a reason why there is none."""
+        self.outcome, self.result = outcome, result
+        self.changes.note()
+
+
+class Pace:
+    """How many microbatches a device does per second while it has any."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self.waiting, self._since, self._spent, self._seconds = 0, 0.0, 0.0, 0.0
+
+    async def measure(self, work: Awaitable[T], *, is_last: bool) -> T:
+        """Wait for a pass; ``is_last`` if the microbatch is done with it."""
+        self._since = self._since if self.waiting else self._now()
+        self.waiting += 1
+        try:
+            return await work
+        finally:
+            self.waiting -= 1
+            self._spent, self._since = self._spent + self._now() - self._since, self._now()
+            if is_last:
+                self._seconds += (ALPHA if self._seconds else 1.0) * (self._spent - self._seconds)
+                self._spent = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Microbatches per second; 0 if there was none."""
+        return 1 / self._seconds if self._seconds > 0 else 0.0
+
+
+class StageHost:
+    """Computes one stage for others. Lives in one event loop.
+
+    Args:
+        stage: its number.
+        compute: does the arithmetic.
+        works: the table of works, with its bounds.
+        next_hop: the way to the next stage; ``None`` at the last one.
+        max_staleness: see :class:`~shoal.stages.work.Door`; ``None`` = synchronous.
+        codec: of the gradients that are sent back.
+        max_bytes: the most memory of the tensors of a microbatch.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        compute: Arithmetic,
+        works: Works,
+        next_hop: Hop | None,
+        patience: Patience,
+        *,
+        max_staleness: int | None = None,
+        codec: CompressionBase = EXACT,
+        max_bytes: int = 2**32,
+    ) -> None:
+        self.stage, self.compute, self.works, self.next_hop = stage, compute, works, next_hop
+        self.epoch = compute.epoch
+        """The step whose microbatches it computes: the last one that has been made completely."""
+        self.is_leaving = False
+        """It finishes what it has, and accepts nothing new."""
+        self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
+        self._is_closed = False
+        self._ways: dict[MicrobatchID, RunningWork] = {}
+        self._closed = -1
+        self._pace = Pace()
+        # Noted when a work is over, and when a step is made.
+        self.changes = Changes()
+        self._tasks = BackgroundTasks(logger, f"stage {stage}")
+        self._stepping: asyncio.Task[None] | None = None
+        self._warn_seldom = Seldom(logger.warning)
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether each microbatch meets the parameters of its own step."""
+        return self._max_staleness is None
+
+    def record(self, **more: Any) -> StageRecord:
+        """What others should know of this peer."""
+        return StageRecord(
+            stage=self.stage,
+            epoch=self.epoch,
+            rate=self._pace.rate,
+            queue=self._pace.waiting,
+            room=self.works.room,
+            is_leaving=self.is_leaving,
+            **more,
+        )
+
+    def start(self) -> None:
+        """Begin to follow the steps of the other holders."""
+        self._tasks.spawn(self._follow())
+
+    async def drain(self, seconds: float) -> None:
+        """Accept nothing new, and wait until nothing is under way, but no longer than this."""
+        self.is_leaving = True
+        until = self._now() + seconds
+        while len(self.works) and self._now() < until:
+            await wait_at_most(self.changes.next, until - self._now())
+
+    async def close(self) -> None:
+        """End everything. Callers that still wait are told, and choose another peer."""
+        self.is_leaving = self._is_closed = True
+        await self._tasks.close()
+        for way in self._ways.values():
+            way.changes.note()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def carry(self, call: Call, request: Request) -> None:
+        """Serve one call for a microbatch."""
+        code, way = self._admit(request)
+        is_served = False
+        try:
+            await call.send(Admission(code=code, epoch=self.epoch), end=way is None)
+            if way is None:
+                return
+            async with lively(call, self._patience.request_timeout):
+                if code is Acceptance.ACCEPTED:
+                    arrived, _ = await receive_tensors(call, self._max_bytes)
+                    self._begin(way, arrived)
+                is_served = await self._answer(call, way)
+        finally:
+            if way is not None:
+                self._leave(way, is_served=is_served)
+
+    def _admit(self, request: Request) -> tuple[Acceptance, RunningWork | None]:
+        identity = MicrobatchID(request.driver, request.sequence)
+        if self.is_leaving and identity not in self._ways:
+            return Acceptance.BUSY, None
+        if self.is_synchronous and request.trains and request.step == self.epoch + 1:
+            self.close_step(request.step - 1)
+        door = Door(self.epoch, self._closed, self._max_staleness)
+        code, work = self.works.ask(identity, request.step, request.trains, door)
+        if code is Acceptance.BEHIND:
+            self.close_step(request.step - 1)  # making the step shows that this peer has to catch up
+        if work is None:
+            return code, None
+        way = self._ways.get(identity)
+        if way is None or way.work is not work:
+            way = self._ways[identity] = RunningWork(work, request)
+        elif code is Acceptance.ACCEPTED:
+            way.request = request  # the hints of the newest caller are the best
+        return code, way
+
+    def _begin(self, way: RunningWork, arrived: Any) -> None:
+        match arrived:
+            case [inputs, labels, dict() as extras] if all(isinstance(each, dict) for each in extras.values()):
+                cargo = Cargo(inputs, labels, extras)
+            case _:
+                raise ProtocolError("a microbatch is inputs, labels and extras")
+        if self.works.receive(way.work, _nbytes(arrived)):
+            way.cargo = cargo
+            way.running = self._tasks.spawn(self._run(way))
+
+    async def _answer(self, call: Call, way: RunningWork) -> bool:
+        """Tell the caller how its microbatch fares, until it says goodbye; returns whether it did."""
+        telling, ending = asyncio.ensure_future(self._tell(call, way)), asyncio.ensure_future(call.receive(Request))
+        try:
+            await asyncio.wait([telling, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await telling
+            if await ending is not None:
+                raise ProtocolError("a second request in the call of a microbatch")
+            return True
+        finally:
+            await cancel_and_wait(telling, ending)
+
+    async def _tell(self, call: Call, way: RunningWork) -> None:
+        told = News(route=[])
+        while way.outcome is None:
+            change, news = way.changes.next, way.news
+            if self._is_closed:
+                raise BusyError("this peer leaves")
+            if news == told:
+                await change.wait()
+            else:
+                await call.send(news)
+                told = news
+        if way.result is None:
+            await call.send(way.outcome, end=True)
+            return
+        losses, grads = way.result
+        await call.send(way.outcome)
+        await send_tensors(call, [losses, grads], lambda each: EXACT if each is losses else self._codec, end=True)
+
+    def _leave(self, way: RunningWork, *, is_served: bool) -> None:
+        if self.works.leave(way.work, self._now(), is_served=is_served):
+            self._drop(way)
+        elif not way.work.callers:
+            asyncio.get_running_loop().call_later(self.works.patience, self._expire)
+
+    def _expire(self) -> None:
+        for work in self.works.expired(self._now()):
+            self._drop(self._ways[work.identity])
+
+    def _drop(self, way: RunningWork) -> None:
+        """Nobody wants this work any more. Its task ends the calls to the stages after this one."""
+        self.works.remove(way.work)
+        if self._ways.get(way.work.identity) is way:
+            del self._ways[way.work.identity]
+        if way.running is not None:
+            way.running.cancel()
+        self.changes.note()
+
+    # --- works --------------------------------------------------------------------------------------------------------
+
+    async def _run(self, way: RunningWork) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                result = await self._pass_through(way, stack)
+                self.works.advance(way.work, Phase.DONE, _nbytes([*result]))
+                way.finish(StageOutcome(), result)
+                self.changes.note()
+                await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
+        except StageFailure as e:
+            self._fail(way, StageOutcome(e.cause, str(e)[:2000], e.epoch))
+        except MicrobatchNotFiniteError as e:
+            self._fail(way, StageOutcome(FailureCause.NOT_FINITE, str(e)[:2000]))
+        except Exception as e:
+            # Whatever the user's module raises concerns this microbatch alone.
+            text = f"{type(e).__name__}: {quoted(e)}"
+            self._warn_seldom("stage %d cannot compute a microbatch: %s", self.stage, text)
+            logger.debug("traceback of stage %d", self.stage, exc_info=e)
+            self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
+        finally:
+            self.compute.forget(way.task)
+
+    def _fail(self, way: RunningWork, outcome: StageOutcome) -> None:
+        self.works.advance(way.work, Phase.FAILED, 0)
+        way.finish(outcome)
+        self.changes.note()
+
+    async def _pass_through(self, way: RunningWork, stack: AsyncExitStack) -> Result:
+        """Compute a microbatch, and bring it through the stages after this one in between."""
+        cargo, task, works = way.cargo, way.task, self.works
+        way.cargo = None
+        assert cargo is not None
+        inputs, labels, extras = cargo
+        own, rest = extras.get(str(self.stage), {}), {key: v for key, v in extras.items() if key != str(self.stage)}
+        del cargo
+        await self._pass_door(way)
+        if self.next_hop is None:
+            if task.trains:
+                works.advance(way.work, Phase.BACKWARD)
+            both = self.compute.losses(task, inputs, labels, own)
+            losses, grads = await self._measured(both, is_last=task.trains)
+            return Result(losses, grads)
+        passage = await stack.enter_async_context(
+            self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
+        )
+        outputs = await self._measured(self.compute.forward(task, inputs, own), is_last=False)
+        works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
+        way.tell(is_on=True)
+        del inputs
+        onward, outputs = Cargo(outputs, labels, rest), None
+        result = await passage.through(onward)
+        if task.trains:
+            works.advance(way.work, Phase.BACKWARD)
+            backward = self.compute.backward(task, result.grads)
+            result = Result(result.losses, await self._measured(backward, is_last=True))
+        return result
+
+    async def _measured(self, computing: Awaitable[T], *, is_last: bool) -> T:
+        try:
+            return await self._pace.measure(computing, is_last=is_last)
+        finally:
+            self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
+
+    async def _pass_door(self, way: RunningWork) -> None:
+        """Wait until the step of a microbatch has begun here.
+
+        Raises:
+            StageFailure: it is over.
+        """
+        step = way.request.step
+        if not way.request.trains:
+            return
+        if self.is_synchronous and self.epoch < step:
+            way.tell(waits=True)
+            while self.epoch < step:
+                self.close_step(step - 1)
+                await self.changes.next.wait()
+            way.tell(waits=False)
+        if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Acceptance.LATE:
+            raise StageFailure(FailureCause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def close_step(self, step: int) -> bool:
+        """A step is over: make it when no microbatch of it is under way here. Returns whether that was new."""
+        is_news = step > self._closed
+        self._closed = max(self._closed, step)
+        if self.epoch <= self._closed and (self._stepping is None or self._stepping.done()):
+            self._stepping = self._tasks.spawn(self._make_steps())
+        return is_news
+
+    async def _follow(self) -> None:
+        while True:
+            await self.compute.until_over()
+            epoch = self.epoch
+            self.close_step(epoch)
+            while self.epoch == epoch:
+                await self.changes.next.wait()
+
+    async def _make_steps(self) -> None:
+        while self.epoch <= self._closed:
+            if self.is_synchronous:
+                await self._finish_works(self.epoch)
+            before = self.epoch
+            try:
+                await self.compute.make_step()
+            except Exception as e:
+                self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
+                logger.debug("traceback of the step", exc_info=e)
+            self.epoch = self.compute.epoch
+            self.changes.note()
+            if self.epoch == before:
+                await asyncio.sleep(STEP_PAUSE)
+
+    async def _finish_works(self, step: int) -> None:
+        """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""
+        now, began = self._now, self._now()
+        while self.works.holds(step) and now() - began < self._patience.request_timeout:
+            await wait_at_most(self.changes.next, began + self._patience.request_timeout - now())
+        for way in [way for way in self._ways.values() if way.work.trains and way.work.step <= step]:
+            if way.outcome is None and way.running is not None:
+                way.running.cancel()
+                self._fail(way, StageOutcome(FailureCause.LATE, f"step {step} is over at stage {self.stage}", step + 1))
+
+
+class CloseStep(Header):
+    """A step is over."""
+
+    stage: StageNumber
+    step: Count
+    spreads: bool
+    """The callee tells the other peers of its stage."""
+
+
+class Closed(Header):
+    """The callee knows it now."""
+
+    epoch: Count
+
+
+class NormRequest(Header):
+    """Asks for the norm of the gradients of a step, which is therefore over."""
+
+    stage: StageNumber
+    step: Count
+
+
+class Norm(Header):
+    """The squared norm of the averaged gradients of a stage."""
+
+    value: Amount
+
+
+class StageService(ServicerBase):
+    """The stages of this peer, as others call them, and the way to those of others.
+
+    Args:
+        p2p: this peer.
+        run_id: name of the run.
+        peers: knows who holds which stage.
+    """
+
+    def __init__(self, p2p: P2P, run_id: str, peers: Peers) -> None:
+        self.p2p, self.run_id, self._peers = p2p, run_id, peers
+        self.hosts: dict[int, StageHost] = {}
+        self.norms: dict[int, StageNorms] = {}
+        """Of the stages of this peer that clip their gradients."""
+        self._tasks = BackgroundTasks(logger, f"the stages of run {run_id!r}")
+
+    async def start(self) -> None:
+        """Let others call."""
+        await self.add_p2p_handlers(self.p2p, namespace=self.run_id)
+
+    async def close(self, seconds: float) -> None:
+        """Leave all stages. What is under way has so long to end."""
+        await asyncio.gather(*(host.drain(seconds) for host in self.hosts.values()))
+        await self.remove_p2p_handlers(self.p2p, namespace=self.run_id)
+        await self._tasks.close()
+        for host in self.hosts.values():
+            await host.close()
+
+    def _host_of(self, stage: int) -> StageHost:
+        if stage not in self.hosts:
+            raise BusyError(f"stage {stage} is not here")
+        return self.hosts[stage]
+
+    @patient
+    async def rpc_carry(self, call: Call, context: P2PContext) -> None:
+        """Bring a microbatch through a stage and all that follow it; see :mod:`shoal.stages.hop`."""
+        request = await call.receive(Request)
+        if request is None:
+            raise ProtocolError("a call for a microbatch without a request")
+        await self._host_of(request.stage).carry(call, request)
+
+    async def rpc_close(self, request: CloseStep, context: P2PContext) -> Closed:
+        """A driver says that a step is over."""
+        host = self._host_of(request.stage)
+        if host.close_step(request.step) and request.spreads:
+            others = [peer for peer in self._peers.peers_of(request.stage) if peer != context.remote_id]
+            self._tasks.spawn(self._tell(others, msgspec.structs.replace(request, spreads=False)))
+        return Closed(epoch=host.epoch)
+
+    async def rpc_norm(self, request: NormRequest, context: P2PContext) -> Norm:
+        """A peer of another stage clips by the norm of all stages."""
+        return Norm(value=await self._own_norm(request))
+
+    async def _own_norm(self, request: NormRequest) -> float:
+        self._host_of(request.stage).close_step(request.step)
+        # A stage without trained parameters has no norm.
+        return await self.norms[request.stage].own(request.step) if request.stage in self.norms else 0.0
+
+    async def ask_norm(self, stage: int, step: int) -> float:
+        """Ask a peer of another stage for the norm of its gradients, until one answers."""
+        request = NormRequest(stage=stage, step=step)
+        while stage not in self.hosts:
+            peers = list(self._peers.peers_of(stage))
+            for peer in self.p2p.rng.sample(peers, len(peers)):
+                with suppress(*CALL_FAILURES):
+                    stub = StageService.get_stub(self.p2p, peer, namespace=self.run_id)
+                    answer: Norm = await stub.rpc_norm(request)
+                    return answer.value
+            self._peers.hasten(stage)
+            await asyncio.sleep(NORM_PAUSE)
+        return await self._own_norm(request)
+
+    async def close_step(self, step: int, count: int) -> None:
+        """Tell all stages that a step is over."""
+        requests = []
+        for stage in range(count):
+            peers = list(self._peers.peers_of(stage))
+            told = self.p2p.rng.sample(peers, min(TOLD, len(peers)))
+            requests.append((told, CloseStep(stage=stage, step=step, spreads=len(told) < len(peers))))
+        await asyncio.gather(*(self._tell(told, request) for told, request in requests))
+
+    async def _tell(self, peers: Iterable[PeerID], request: CloseStep) -> None:
+        async def tell(peer: PeerID) -> None:
+            if peer == self.p2p.peer_id:
+                if request.stage in self.hosts:
+                    self.hosts[request.stage].close_step(request.step)
+                return
+            with suppress(*CALL_FAILURES):  # a peer that was not told learns it from the next microbatch
+                await StageService.get_stub(self.p2p, peer, namespace=self.run_id).rpc_close(request, timeout=5.0)
+
+        await asyncio.gather(*map(tell, peers))
+
+    @asynccontextmanager
+    async def open_call(self, peer: PeerID, *, anew: bool) -> AsyncIterator[Call]:
+        """Call a stage peer, which may be this one."""
+        if peer == self.p2p.peer_id:
+            async with call_itself(self.p2p, self.rpc_carry) as call:
+                yield call
+            return
+        stub = StageService.get_stub(self.p2p, peer, namespace=self.run_id)
+        if anew:
+            stub.dial_anew()
+        async with stub.rpc_carry() as call:
+            yield call
+
+
+class _Pipe(PipeEnd):
+    """One end of a connection of this peer to itself."""
+
+    def send(self, piece: Piece) -> None:
+        self._loop.call_soon(self.other.arrive, piece)
+
+
+@asynccontextmanager
+async def call_itself(p2p: P2P, handler: Callable[[Call, P2PContext], Awaitable[None]]) -> AsyncIterator[Call]:
+    """Call a handler of this peer, which cannot be called over the network."""
+    near, far = _Pipe(p2p.peer_id, None), _Pipe(p2p.peer_id, None)
+    near.other, far.other = far, near
+    connections = [Connection(end, Metrics(), Hello, lambda *_: None, p2p.header_memory) for end in (near, far)]
+
+    async def serve() -> None:
+        call = Call(connections[1])
+        try:
+            name = await connections[1].receive_open()
+            await handler(call, P2PContext(name, p2p.peer_id, p2p.peer_id))
+            await call.send_end()
+        except ShoalError as e:
+            with suppress(ShoalError):
+                await call.send_failure(CallFailure.of_error(e))
+        finally:
+            far.on_closed(None)
+            far.close()
+
+    serving = asyncio.ensure_future(serve())
+    far.on_closed(serving.cancel)
+    try:
+        call = connections[0].open_call("local")
+        yield call
+        if call.sent_end:  # otherwise the end might be overtaken by that of the connection
+            await asyncio.wait([serving], timeout=STEP_PAUSE)
+    finally:
+        near.abort()
+        await cancel_and_wait(serving)
+
+
+def _nbytes(structure: Any) -> int:
+    return sum(each.nbytes for each in tensors_of(structure))

@@ -1,0 +1,564 @@
+"""``StagedModel``: a model in stages, as users hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.base.clock import get_dht_time
+from shoal.base.closeable import Facade, at_the_door
+from shoal.base.reactor import AwaitableFuture, Portal
+from shoal.base.tasks import BackgroundTasks
+from shoal.compression import CompressionBase
+from shoal.dht.dht import check_dht
+from shoal.optim.options import check_run_id
+from shoal.optim.progress.records import count_of_samples
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
+from shoal.optim.setup.training_setup import OptimizerFactory
+from shoal.serving.runtime import Runtime
+from shoal.serving.task_pool import JobPool
+from shoal.serving.tensors import EXACT
+from shoal.stages.choice import Measurements
+from shoal.stages.compute import StageCompute
+from shoal.stages.directory import StageDirectory, StageRecord
+from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
+from shoal.stages.hop import Hop, Patience, tensors_of
+from shoal.stages.host import StageHost, StageService
+from shoal.stages.placement import stage_for_newcomer
+from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
+from shoal.stages.work import Works
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+# The most microbatches under way at a stage peer. Chosen: its memory and its speed nearly always allow less.
+PLACES = 64
+# The most of a driver by default: each one takes a connection to the first stage (MAX_DIALLED_PER_PEER).
+MOST_IN_FLIGHT = 20
+# Seconds between two looks at what to declare of the own stages (chosen).
+DECLARE_SECONDS = 2.0
+# How often a newcomer chooses a stage, because others may choose the same one, and the seconds in between (chosen).
+MAX_CHOICES, CHOICE_SECONDS = 4, 0.5
+# Seconds that a stage waits for the norms of others when it clips (chosen: as long as averaging may take).
+NORM_SECONDS = 60.0
+
+Microbatch = Any
+"""``(inputs, labels)``, or ``(inputs, labels, extras)``."""
+Stage = Callable[[], torch.nn.Module]
+"""Makes the module of a stage."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What all parts of a :class:`StagedModel` need."""
+
+    optimizer: OptimizerFactory
+    target_batch_size: int
+    compression: Sequence[CompressionBase]
+    """By boundary: of what leaves stage 0, 1, …"""
+    gradient_compression: Sequence[CompressionBase]
+    max_staleness: int | None
+    """``None`` = synchronous."""
+    clip_grad_norm: float | None
+    keep_graphs: int
+    keep_outputs: int
+    autocast: torch.dtype | None
+    inner_batch_size: int | None
+    optimizer_opts: Mapping[str, Any]
+    patience: Patience
+    in_flight: int
+    seed: int
+
+
+class StagedModel(Facade):
+    """A model that is cut into stages, of which each peer holds one, or a few, or none.
+
+    Microbatches travel from peer to peer through all stages and back. Any number of peers may hold the same stage: they
+    average their gradients and make the same steps, as with :class:`~shoal.Optimizer`. Any peer may bring data. ::
+
+        with shoal.StagedModel(dht=dht, run_id="gpt", stages=[make_embedding, make_blocks, make_head], stage="auto",
+                               optimizer=partial(torch.optim.AdamW, lr=3e-4), target_batch_size=512) as model:
+            for losses in model.train(microbatches):
+                print(model.local_epoch, losses.mean())
+
+    Args:
+        dht: connected DHT of this peer.
+        run_id: name of the training run; no dots.
+        stages: for each stage, a function that makes its module. A peer calls those of its own stages only. The output
+            of a stage is the input of the next one: a tensor, or a tuple or dictionary of arguments, nested as they
+            like. The last one takes the labels as well, and returns one loss for each sample.
+        stage: the stage that this peer holds, or a list of several; ``"auto"``: where it is needed most; ``None``: it
+            only sends microbatches.
+        optimizer: makes a torch optimizer from parameters, such as ``partial(torch.optim.AdamW, lr=3e-4)``.
+        target_batch_size: samples of all drivers together that make a step.
+        compression: codec of what stages send to the next one, or a list with one for each of the boundaries. Labels
+            and integers are never rounded.
+        gradient_compression: the same for the way back; default: as ``compression``.
+        synchronous: each microbatch meets the parameters of its own step in all stages, as in a single process.
+            Otherwise nobody waits for steps.
+        max_staleness: by how many steps a microbatch may be late, if not ``synchronous``.
+        clip_grad_norm: the largest norm of the gradients of all stages together.
+        in_flight: microbatches of this driver that are on their way at a time; default: enough to keep all stages busy.
+        keep_graphs: bytes of graphs that are kept on the device; what does not fit is computed again.
+        keep_outputs: bytes of tensors that a stage keeps for repairs; beyond them it accepts nothing.
+        autocast: compute in this type where torch considers that safe.
+        inner_batch_size: train each stage with :class:`~shoal.DiLoCo`, whose inner steps have at least as many samples.
+        optimizer_opts: further options of the optimizer of each stage.
+        request_timeout: seconds without a sign of life after which a peer has failed.
+        microbatch_timeout: seconds that stages may work on a microbatch.
+        seed: from which the random numbers of this driver's microbatches follow; default: a random one.
+
+    Raises:
+        ValueError, TypeError: an option is impossible, or options contradict each other.
+        ReactorError: the DHT is shut down.
+    """
+
+    instead_of_a_copy = "make another one with the same stages; it downloads their state"
+
+    @at_the_door
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        stages: Sequence[Stage],
+        stage: str | int | Sequence[int] | None = "auto",
+        optimizer: OptimizerFactory,
+        target_batch_size: int,
+        compression: CompressionBase | Sequence[CompressionBase] | None = None,
+        gradient_compression: CompressionBase | Sequence[CompressionBase] | None = None,
+        synchronous: bool = True,
+        max_staleness: int = 1,
+        clip_grad_norm: float | None = None,
+        in_flight: int | None = None,
+        keep_graphs: int = 2**30,
+        keep_outputs: int = 2**30,
+        autocast: torch.dtype | None = None,
+        inner_batch_size: int | None = None,
+        optimizer_opts: Mapping[str, Any] | None = None,
+        request_timeout: float = 5.0,
+        microbatch_timeout: float = 120.0,
+        seed: int | None = None,
+    ) -> None:
+        check_dht(dht)
+        check_run_id(run_id)
+        self.dht, self.run_id, self.stages = dht, run_id, list(stages)
+        count = len(self.stages)
+        if not count or not all(callable(each) and not isinstance(each, torch.nn.Module) for each in self.stages):
+            raise TypeError("stages must be a list of functions that make a module each, such as [make_a, make_b]")
+        if not 0 < request_timeout < microbatch_timeout:
+            raise ValueError(
+                f"request_timeout must be shorter than microbatch_timeout, got {request_timeout}, {microbatch_timeout}"
+            )
+        if max_staleness < 0 or (in_flight is not None and in_flight < 1):
+            raise ValueError(f"impossible: max_staleness={max_staleness}, in_flight={in_flight}")
+        codecs = _codecs("compression", compression, count)
+        self.options = _Options(
+            optimizer=optimizer,
+            target_batch_size=count_of_samples("target_batch_size", target_batch_size),
+            compression=codecs,
+            gradient_compression=codecs
+            if gradient_compression is None
+            else _codecs("gradient_compression", gradient_compression, count),
+            max_staleness=None if synchronous else max_staleness,
+            clip_grad_norm=clip_grad_norm,
+            keep_graphs=keep_graphs,
+            keep_outputs=keep_outputs,
+            autocast=autocast,
+            inner_batch_size=inner_batch_size,
+            optimizer_opts=optimizer_opts or {},
+            patience=Patience(request_timeout, microbatch_timeout),
+            in_flight=in_flight or min(2 * count + 2, MOST_IN_FLIGHT),
+            seed=random.getrandbits(48) if seed is None else seed,
+        )
+        wanted = _wanted_stages(stage, count)
+        if len(wanted or ()) and clip_grad_norm is not None and inner_batch_size is not None:
+            raise ValueError("clip_grad_norm needs the gradients of a step, which DiLoCo does not have: leave one out")
+        self.be_the_only(f"a StagedModel with run_id {run_id!r}", dht)
+        self.modules: dict[int, torch.nn.Module] = {}
+        """The modules of this peer, by number of the stage."""
+        self._closing, self._lock = threading.Event(), threading.Lock()
+        self._runtimes: dict[torch.device, tuple[JobPool, Runtime]] = {}
+        self._tracker: ProgressTracker | None = None
+        self._driver: Driver | None = None
+        self._portal = Portal(f"StagedModel of run {run_id!r}")
+        self._network = self._portal.call(_Network.start(self))
+        self._portal.on_close(self._network.stop)
+        try:
+            if wanted is None:
+                wanted = [self._portal.call(self._network.choose_stage())]
+            for number in wanted:
+                self._hold(number)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # --- the stages of this peer --------------------------------------------------------------------------------------
+
+    def _hold(self, number: int) -> None:
+        """Make the module and the optimizer of a stage, and begin to compute it for others."""
+        module, options = self.stages[number](), self.options
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"stage {number} must make a torch.nn.Module, got {type(module).__name__}")
+        own = {id(parameter) for parameter in module.parameters()}
+        for other, known in self.modules.items():
+            if any(id(parameter) in own for parameter in known.parameters()):
+                raise ValueError(
+                    f"stages {other} and {number} share a parameter: each stage is stepped by itself, so tied "
+                    "parameters must be in one stage"
+                )
+        self.modules[number] = module
+        optimizer = make_optimizer(
+            self.dht,
+            self.run_id,
+            number,
+            module,
+            optimizer=options.optimizer,
+            target_batch_size=options.target_batch_size,
+            synchronous=options.max_staleness is None,
+            inner_batch_size=options.inner_batch_size,
+            **options.optimizer_opts,
+        )
+        device = next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
+        jobs = self._jobs_of(device or torch.device("cpu"))
+        self._portal.call(self._network.hold(number, module, optimizer, jobs))
+
+    def _jobs_of(self, device: torch.device) -> JobPool:
+        """The computing thread of a device, which all stages there share."""
+        if device not in self._runtimes:
+            jobs = JobPool(f"stages of run {self.run_id!r}")
+            runtime = Runtime({}, pools=[jobs])
+            runtime.start()
+            self._runtimes[device] = jobs, runtime
+        return self._runtimes[device][0]
+
+    @property
+    def held(self) -> list[int]:
+        """The stages that this peer holds."""
+        return sorted(self.modules)
+
+    @property
+    def local_epoch(self) -> int:
+        """The step that this peer is at, with its stages and as a driver."""
+        steps = [host.epoch for host in self._network.service.hosts.values()]
+        return min([*steps, *([] if self._driver is None else [self._driver.steps.step])], default=0)
+
+    @at_the_door
+    def serve(self) -> None:
+        """Compute for others until Ctrl-C, or until this is shut down.
+
+        Raises:
+            ValueError: this peer holds no stage.
+        """
+        if not self.modules:
+            raise ValueError("this peer holds no stage: give stage='auto' or a number to compute for others")
+        with contextlib.suppress(KeyboardInterrupt):
+            while self.is_alive():
+                self._closing.wait(0.5)
+
+    # --- driving ------------------------------------------------------------------------------------------------------
+
+    @at_the_door
+    def train(self, microbatches: Iterable[Microbatch]) -> Iterator[torch.Tensor]:
+        """Train on microbatches; several are on their way at a time.
+
+        Args:
+            microbatches: each is ``(inputs, labels)`` or ``(inputs, labels, extras)``, with ``extras`` by number of the
+                stage: a dictionary of further arguments of its module. They travel to that stage only.
+
+        Yields:
+            The losses of the samples of each microbatch, in order. Those of one that was dropped are left out; the
+            metrics count it.
+        """
+        self._begin_to_drive()
+        return self._send(microbatches, trains=True)
+
+    @at_the_door
+    def evaluate(self, microbatches: Iterable[Microbatch]) -> Iterator[torch.Tensor]:
+        """The same without gradients, and with the modules in ``eval()`` mode."""
+        self._begin_to_drive()
+        return self._send(microbatches, trains=False)
+
+    @at_the_door
+    def __call__(self, inputs: Any, labels: Any = None, extras: Mapping[int, Mapping[str, Any]] | None = None) -> Any:
+        """The losses of one microbatch, for those who write their own loop: what comes before the first stage gets its
+        gradients with ``losses.mean().backward()``. The stages have theirs already.
+
+        Under ``torch.no_grad()`` it is an evaluation.
+
+        Raises:
+            RuntimeError: the microbatch was dropped.
+        """
+        self._begin_to_drive()
+        trains = torch.is_grad_enabled()
+        form = _parsed((inputs, labels, extras))
+
+        def send() -> Brought:
+            brought = self._submit(*form, trains=trains).result()
+            if brought is None:
+                raise RuntimeError("the microbatch was dropped, see the warning")
+            return brought
+
+        leaves = [each for each in tensors_of(inputs) if each.requires_grad]
+        needed = [each.requires_grad for each in tensors_of(inputs)]
+        losses: torch.Tensor = _Through.apply(send, needed, *leaves)  # type: ignore[no-untyped-call]
+        return losses
+
+    def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
+        waiting: deque[AwaitableFuture[Brought | None]] = deque()
+        try:
+            for each in microbatches:
+                waiting.append(self._submit(*_parsed(each), trains=trains))
+                # One that takes long holds up the losses of those after it, but not them.
+                while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
+                    yield from _losses_of(waiting.popleft())
+            while waiting:
+                yield from _losses_of(waiting.popleft())
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
+        assert self._driver is not None
+        return self._portal.submit(self._driver.carry(inputs, labels, extras, trains=trains))
+
+    def _begin_to_drive(self) -> None:
+        with self._lock:
+            if self._driver is None:
+                tracker = ProgressTracker(self.dht, self.run_id, self.options.target_batch_size, start=True)
+                self._tracker = tracker
+                tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+                self._driver = self._portal.call(self._network.drive(tracker))
+                tracker.announce()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether it works."""
+        return not self._portal.closed
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Leave the run. What this peer has in flight is repaired by others. Idempotent.
+
+        Args:
+            timeout: the longest time to wait for it, in seconds.
+        """
+        self._closing.set()
+        self._portal.close(timeout)
+        if self._tracker is not None:
+            self._tracker.shutdown(timeout)
+        for _, runtime in self._runtimes.values():
+            runtime.shutdown()
+        self._runtimes.clear()
+
+
+class _Network:
+    """What a :class:`StagedModel` is in the event loop."""
+
+    def __init__(self, model: StagedModel) -> None:
+        p2p = model.dht.p2p
+        self.run_id, self.count, self.options, self.p2p = model.run_id, len(model.stages), model.options, p2p
+        self.directory = StageDirectory(model.dht.node, p2p, model.run_id, self.count)
+        self.service = StageService(p2p, model.run_id, self.directory)
+        self._measured = Measurements()
+        self._computes: list[StageCompute] = []
+        self._auto: set[int] = set()
+        self._steps: Steps | None = None
+        self._drivers: TrackedDrivers | None = None
+        self._tasks = BackgroundTasks(logger, f"the StagedModel of run {model.run_id!r}")
+
+    @classmethod
+    async def start(cls, model: StagedModel) -> _Network:
+        network = cls(model)
+        network.directory.start()
+        await network.service.start()
+        network._tasks.spawn(network._keep_declaring())
+        return network
+
+    async def stop(self) -> None:
+        """Leave: first nobody sends anything more."""
+        await self._tasks.close()
+        if self._steps is not None:
+            await self._steps.stop()
+        if self._drivers is not None:
+            self._drivers.close()
+        await self.directory.stop()
+        await self.service.close(self.options.patience.request_timeout)
+        for compute in self._computes:
+            await compute.close()
+
+    def _hop_to(self, stage: int) -> Hop:
+        codec = EXACT if stage == 0 else self.options.compression[stage - 1]
+        shared = self.directory, self._measured, self.service.open_call, self.options.patience
+        return Hop(stage, self.count, *shared, self.p2p.metrics, self.p2p.rng, codec)
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    async def choose_stage(self) -> int:
+        """Take a stage where one more peer is needed most, and declare that."""
+        since, chosen = get_dht_time(), -1
+        for _ in range(MAX_CHOICES):
+            await self.directory.read_all()
+            stage = stage_for_newcomer(self.directory.all_peers(), self.p2p.peer_id, since)
+            if stage == chosen:
+                break
+            if chosen >= 0:
+                await self.directory.withdraw(chosen)
+            chosen = stage
+            record = StageRecord(stage=stage, epoch=0, rate=0.0, serves_auto=True, is_joining=True, since=since)
+            await self.directory.declare(record)
+            # Others that start at the same time see it, and this one sees them.
+            await asyncio.sleep(CHOICE_SECONDS * (1 + self.p2p.rng.random()))
+        self._auto.add(chosen)
+        return chosen
+
+    async def hold(self, number: int, module: torch.nn.Module, optimizer: Any, jobs: JobPool) -> None:
+        """Begin to compute a stage for others, with the newest state."""
+        options = self.options
+        compute = StageCompute(
+            number,
+            self.count,
+            module,
+            optimizer,
+            jobs,
+            keep_graphs=options.keep_graphs,
+            autocast=options.autocast,
+            inner_batch_size=None if optimizer is None else options.inner_batch_size,
+        )
+        self._computes.append(compute)
+        if options.clip_grad_norm is not None and optimizer is not None:
+            norms = self.service.norms[number] = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
+            clip_by_global_norm(optimizer, options.clip_grad_norm, norms.gather)
+        joins = StageRecord(stage=number, epoch=0, rate=0.0, is_joining=True, serves_auto=number in self._auto)
+        await self.directory.declare(joins)
+        await compute.join()
+        host = StageHost(
+            number,
+            compute,
+            Works(PLACES, options.keep_outputs, options.patience.microbatch_timeout),
+            None if number + 1 == self.count else self._hop_to(number + 1),
+            options.patience,
+            max_staleness=options.max_staleness,
+            codec=EXACT if number == 0 else options.gradient_compression[number - 1],
+        )
+        host.start()
+        self.service.hosts[number] = host
+        await self._declare(host)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Know the peers to which this one sends, and those that it tells about steps."""
+        everything = range(self.count) if self._steps is not None or self.options.clip_grad_norm is not None else ()
+        held = self.service.hosts
+        self.directory.watch({*everything, *held, *(stage + 1 for stage in held if stage + 1 < self.count)})
+
+    async def _declare(self, host: StageHost) -> None:
+        await self.directory.declare(host.record(serves_auto=host.stage in self._auto))
+
+    async def _keep_declaring(self) -> None:
+        while True:
+            for host in [*self.service.hosts.values()]:
+                await self._declare(host)
+            await asyncio.sleep(DECLARE_SECONDS)
+
+    # --- driving ------------------------------------------------------------------------------------------------------
+
+    async def drive(self, tracker: ProgressTracker) -> Driver:
+        """Begin to bring microbatches."""
+        options = self.options
+        self._drivers = TrackedDrivers(tracker)
+        self._steps = Steps(
+            self._drivers,
+            options.target_batch_size,
+            lambda step: self.service.close_step(step, self.count),
+            is_synchronous=options.max_staleness is None,
+        )
+        self._watch()
+        await self.directory.read_all()
+        self._steps.start()
+        return Driver(
+            self.p2p.peer_id.to_bytes(),
+            self._hop_to(0),
+            self._steps,
+            in_flight=options.in_flight,
+            metrics=self.p2p.metrics,
+            seed=options.seed,
+            first=self.p2p.rng.getrandbits(48),  # another process with this identity may have been here before
+        )
+
+
+class _Through(torch.autograd.Function):
+    """All stages, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, send: Callable[[], Brought], needed: Sequence[bool], *leaves: torch.Tensor) -> torch.Tensor:
+        brought = send()
+        ctx.grads = [grad for grad, is_needed in zip(brought.grads, needed, strict=False) if is_needed]
+        return brought.losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        [grad] = grad_outputs
+        if not torch.equal(grad, grad[:1].expand_as(grad)):
+            raise ValueError("the stages have used the mean of the losses: call losses.mean().backward()")
+        scale = float(grad.sum())
+        return None, None, *(each if each is None else each * scale for each in ctx.grads)
+
+
+def _losses_of(future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
+    brought = future.result()
+    if brought is not None:
+        yield brought.losses
+
+
+def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
+    """The inputs, the labels and the extras of a microbatch.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(microbatch, tuple | list) or len(microbatch) not in (2, 3):
+        raise TypeError(f"a microbatch must be (inputs, labels) or (inputs, labels, extras), got {type(microbatch)}")
+    inputs, labels, extras = (*microbatch, None)[:3]
+    tensors = tensors_of(inputs)
+    if not tensors or not tensors[0].dim() or not len(tensors[0]):
+        raise ValueError("the first tensor of the inputs must have the samples of a microbatch as its first dimension")
+    return inputs, labels, extras
+
+
+def _codecs(
+    name: str, given: CompressionBase | Sequence[CompressionBase] | None, count: int
+) -> Sequence[CompressionBase]:
+    if isinstance(given, Sequence):
+        if len(given) != count - 1:
+            raise ValueError(
+                f"{name} must be one codec, or one for each of the {count - 1} boundaries, got {len(given)}"
+            )
+        return list(given)
+    return [given or EXACT] * max(1, count - 1)
+
+
+def _wanted_stages(stage: str | int | Sequence[int] | None, count: int) -> list[int] | None:
+    """The stages that the user wants; ``None``: the one that is needed most."""
+    if stage == "auto":
+        return None
+    wanted = [] if stage is None else [stage] if isinstance(stage, int) else [*stage]
+    if isinstance(stage, str | bool) or not all(isinstance(each, int) and 0 <= each < count for each in wanted):
+        raise ValueError(
+            f"stage must be 'auto', a number from 0 to {count - 1}, a list of them, or None; got {stage!r}"
+        )
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"stage {stage!r} names a stage twice")
+    return wanted

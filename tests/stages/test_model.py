@@ -1,0 +1,230 @@
+"""A model in stages as users train it: real modules, real peers, and the result of a single process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.stages.compute import seeded
+from tests.device import chosen_device
+from tests.optim.conftest import in_parallel, over_sockets, wait_until
+from tests.stages.test_compute import ADAMW, MAX_NORM, SAMPLES, SGD, WORDS, Block, Embedding, Head, difference
+
+STEPS, MICROBATCHES, SEED = 5, 4, 1000
+
+
+def stage_factories() -> tuple[list[nn.Module], list[Callable[[], nn.Module]]]:
+    torch.manual_seed(0)
+    modules = [module.to(chosen_device()) for module in (Embedding(), Block(), Block(), Head())]
+    return modules, [functools.partial(lambda each: each, module) for module in modules]
+
+
+def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, WORDS, (count, SAMPLES), generator=generator)
+    return [(each, (each + 1) % WORDS) for each in words]
+
+
+def train_alone(make: Any, clips: bool) -> tuple[list[nn.Module], list[torch.Tensor]]:
+    """Train with the same random numbers, in the plainest way."""
+    modules, found = stage_factories()[0], []
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = make(parameters)
+    for number, (words, labels) in enumerate(data(STEPS * MICROBATCHES)):
+        x: Any = (words.to(chosen_device()),)
+        for stage, module in enumerate(modules):
+            with seeded(SEED + number + 1, stage, torch.device(chosen_device())):
+                x = module(*x) if stage < 3 else module(*x, labels.to(chosen_device()))
+        found.append(x.detach().cpu())
+        (x.mean() / MICROBATCHES).backward()
+        if number % MICROBATCHES == MICROBATCHES - 1:
+            if clips:
+                nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    return modules, found
+
+
+@pytest.fixture
+def make_peer(closing: Any) -> Callable[..., shoal.StagedModel]:
+    def make(dht: Any, stage: Any, factories: Any, **options: Any) -> shoal.StagedModel:
+        defaults = {"optimizer": SGD, "target_batch_size": MICROBATCHES * SAMPLES, "seed": SEED}
+        return closing(
+            shoal.StagedModel(
+                dht=dht,
+                run_id="run",
+                stages=factories,
+                stage=stage,
+                **{**defaults, **options},  # type: ignore[arg-type]
+            )
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("make", "clips"), [(SGD, True), (ADAMW, False)], ids=["SGD-clipped", "AdamW"])
+def test_result_is_that_of_one_process(make_dhts, make_peer, make, clips):
+    expected, losses = train_alone(make, clips)
+    modules, factories = stage_factories()
+    dhts = make_dhts(5)
+    options = {"optimizer": make, "clip_grad_norm": MAX_NORM if clips else None}
+    peers = [make_peer(dht, stage, factories, **options) for dht, stage in zip(dhts, [0, 1, 2, 3, None], strict=True)]
+    found = list(peers[-1].train(data(STEPS * MICROBATCHES)))
+    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=1e-5, atol=1e-6)
+    wait_for_epoch(peers, STEPS)
+    # Running means depend on the order in which microbatches pass, which is not fixed.
+    assert difference(modules, expected, buffers=False) <= 1e-6
+
+
+def wait_for_epoch(peers: list[shoal.StagedModel], epoch: int) -> None:
+    wait_until(lambda: min(peer.local_epoch for peer in peers) >= epoch, f"all peers are at step {epoch}")
+
+
+class Last(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, WORDS)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layer(x * scale), labels, reduction="none")
+
+
+WIDTH = 1024
+SHARED = nn.Linear(2, 2)
+# Between these stages there is far more to send than the words and the labels.
+WIDE = [
+    functools.partial(nn.Embedding, WORDS, WIDTH),
+    functools.partial(nn.LayerNorm, WIDTH),
+    functools.partial(Last, WIDTH),
+]
+
+
+@over_sockets
+def test_driver_sends_no_activations(make_dhts, make_peer):
+    dhts = make_dhts(4)
+    codecs = {"optimizer": ADAMW, "compression": [shoal.Float16Compression(), shoal.BlockwiseQuantization()]}
+    peers = [make_peer(dht, stage, WIDE, **codecs) for stage, dht in enumerate(dhts[:3])]
+    driver = make_peer(dhts[3], None, WIDE, **codecs)
+    assert [peer.held for peer in (*peers, driver)] == [[0], [1], [2], []]
+    microbatches = data(24)
+    losses = list(driver.train(microbatches))
+    assert losses[0].mean() > losses[-1].mean() > 0
+    content = sum(words.nbytes + labels.nbytes + 4 * SAMPLES for words, labels in microbatches)
+    handler = "run::StageService.rpc_carry"
+    metrics = [each.p2p.metrics for each in dhts]
+    assert metrics[3].bytes_sent_by_handler[handler] <= content + 24 * 2048
+    activation = WIDTH * SAMPLES
+    for sender, width in ((metrics[0], 2), (metrics[1], 1 + 2)):
+        assert 0 < sender.bytes_sent_by_handler[handler] - 24 * width * activation < 24 * 4096
+    assert metrics[3].microbatches_done == 24
+    assert not metrics[3].microbatches_resent
+
+
+def test_one_peer_may_hold_all_stages_and_drive(make_dhts, make_peer):
+    modules, factories = stage_factories()
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, range(4), factories)
+    for _ in model.train(data(MICROBATCHES)):
+        pass
+    wait_for_epoch([model], 1)
+    before = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+    found = list(model.evaluate(data(3)))
+    for module, values in zip(modules, before, strict=True):
+        assert module.training
+        assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
+        module.eval()
+    for losses, (words, labels) in zip(found, data(3), strict=True):
+        x: Any = (words,)
+        for module in modules[:3]:
+            x = module(*x)
+        torch.testing.assert_close(losses, modules[3](*x, labels).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_reach_what_comes_before_the_stages(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    last = Last(4)
+    model = make_peer(dht, [0, 1], [nn.Tanh, lambda: last])
+    first, inputs, labels, scale = nn.Linear(5, 4), torch.randn(6, 5), torch.arange(6) % 3, torch.tensor(2.0)
+    losses = model(first(inputs), labels, {1: {"scale": scale}})
+    losses.mean().backward()
+    found = [parameter.grad.clone() for parameter in first.parameters()]
+    first.zero_grad()
+    expected = last(torch.tanh(first(inputs)), labels, scale)
+    expected.mean().backward()
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(found, [parameter.grad for parameter in first.parameters()])
+    with pytest.raises(ValueError, match=r"call losses\.mean\(\)\.backward\(\)"):
+        (model(first(inputs), labels, {1: {"scale": scale}}) * torch.arange(6)).sum().backward()
+    with torch.no_grad():
+        assert not model(first(inputs), labels, {1: {"scale": scale}}).requires_grad
+
+
+def test_newcomers_take_the_stages_that_nobody_holds(make_dhts, make_peer):
+    dhts = make_dhts(3)
+    peers = in_parallel(*(functools.partial(make_peer, dht, "auto", WIDE) for dht in dhts))
+    assert sorted(peer.held for peer in peers) == [[0], [1], [2]]
+    assert len(list(peers[0].train(data(4)))) == 4
+
+
+def test_peers_come_and_go_while_others_train(make_dhts, make_peer):
+    dhts = make_dhts(7)
+    peers = [
+        make_peer(dht, stage, WIDE, optimizer=ADAMW)
+        for dht, stage in zip(dhts[:6], [0, 1, 2, 1, None, None], strict=True)
+    ]
+    found: list[torch.Tensor] = []
+    trainings = [each.train(data(60)) for each in peers[4:]]
+    for number, (first, second) in enumerate(zip(*trainings, strict=True)):
+        found += [first, second]
+        if number == 10:
+            peers[1].shutdown()
+        if number == 20:
+            peers.append(make_peer(dhts[6], 1, WIDE, optimizer=ADAMW))
+    assert len(found) == 120
+    assert torch.stack(found[-20:]).mean() < 0.7 * torch.stack(found[:20]).mean()
+    assert all(dht.p2p.metrics.microbatches_done == 60 for dht in dhts[4:6])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"stages": []}, "stages must be a list of functions"),
+        ({"stages": [nn.Linear(2, 2)]}, "stages must be a list of functions"),
+        ({"stages": [lambda: 5]}, "stage 0 must make a torch.nn.Module, got int"),
+        ({"stage": 3}, "stage must be 'auto', a number from 0 to 2, a list of them, or None; got 3"),
+        ({"stage": "first"}, "stage must be 'auto', a number"),
+        ({"stage": [1, 1]}, "names a stage twice"),
+        ({"stage": [0, 1], "stages": [lambda: SHARED] * 2}, "stages 0 and 1 share a parameter"),
+        ({"target_batch_size": 0}, "target_batch_size must be"),
+        ({"compression": [shoal.Float16Compression()]}, "one for each of the 2 boundaries, got 1"),
+        ({"request_timeout": 500.0}, "request_timeout must be shorter than microbatch_timeout"),
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"clip_grad_norm": 1.0, "inner_batch_size": 4}, "leave one out"),
+        ({"optimizer_opts": {"auxiliary": True}}, "auxiliary cannot be given for a stage"),
+        ({"optimiser": SGD}, "has no argument 'optimiser': did you mean optimizer"),
+    ],
+)
+def test_impossible_options_are_refused(make_dhts, make_peer, options, why):
+    (dht,) = make_dhts(1)
+    options = {"stage": 0, "stages": WIDE, **options}
+    with pytest.raises((ValueError, TypeError, AssertionError), match=why):
+        make_peer(dht, options.pop("stage"), options.pop("stages"), **options)
+
+
+def test_impossible_microbatches_are_refused(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, None, WIDE)
+    for microbatch, why in (
+        (torch.ones(3), "must be .inputs, labels."),
+        ((torch.tensor(3.0), None), "first dimension"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=why):
+            list(model.train([microbatch]))
+    with pytest.raises(ValueError, match="this peer holds no stage"):
+        model.serve()
