@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,13 @@ from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain, FakeCompute
 STAGES = 3
 PASSES = 2 * STAGES - 1
 """Of one microbatch."""
+
+
+@pytest.fixture(autouse=True)
+def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What goes wrong in the background of a test makes it fail."""
+    yield
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def now() -> float:
@@ -194,19 +203,22 @@ def test_churn_loses_and_repeats_nothing(seed: int) -> None:
 
 def test_microbatches_wait_for_a_stage_without_peers(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        chain = Chain(STAGES, target=8)
+        chain = Chain(STAGES, target=4)
         computes = await grid(chain, 1)
         driver = await chain.add_driver()
+        await chain.drive(driver, range(1, 13))
         chain.kill(computes[1][0])
-        driving = asyncio.ensure_future(chain.drive(driver, range(1, 5)))
+        driving = asyncio.ensure_future(chain.drive(driver, range(13, 17)))
         await asyncio.sleep(2 * PATIENCE.microbatch_timeout)
         assert not driving.done()
         await chain.add(1)
         assert None not in await driving
-        chain.check_counts(4)
+        chain.check_counts(16)
+        chain.check_steps()
 
     run(main())
     assert "no peer of stage 1 can be reached" in caplog.text
+    assert "STAGE 1 BEGINS ANEW" in caplog.text
 
 
 def test_full_peers_hold_senders_back() -> None:

@@ -174,10 +174,8 @@ def test_newcomers_take_the_stages_that_nobody_holds(make_dhts, make_peer):
 
 def test_peers_come_and_go_while_others_train(make_dhts, make_peer):
     dhts = make_dhts(7)
-    peers = [
-        make_peer(dht, stage, WIDE, optimizer=ADAMW)
-        for dht, stage in zip(dhts[:6], [0, 1, 2, 1, None, None], strict=True)
-    ]
+    stages, options = [0, 1, 2, 1, None, None], {"optimizer": ADAMW, "optimizer_opts": {"matchmaking_time": 2.0}}
+    peers = [make_peer(dht, stage, WIDE, **options) for dht, stage in zip(dhts[:6], stages, strict=True)]
     found: list[torch.Tensor] = []
     trainings = [each.train(data(60)) for each in peers[4:]]
     for number, (first, second) in enumerate(zip(*trainings, strict=True)):
@@ -185,7 +183,9 @@ def test_peers_come_and_go_while_others_train(make_dhts, make_peer):
         if number == 10:
             peers[1].shutdown()
         if number == 20:
-            peers.append(make_peer(dhts[6], 1, WIDE, optimizer=ADAMW))
+            peers.append(make_peer(dhts[6], 1, WIDE, **options))
+        if number == 40:
+            dhts[3].shutdown()  # all its connections end, whatever is under way
     assert len(found) == 120
     assert torch.stack(found[-20:]).mean() < 0.7 * torch.stack(found[:20]).mean()
     assert all(dht.p2p.metrics.microbatches_done == 60 for dht in dhts[4:6])

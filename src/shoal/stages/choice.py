@@ -40,8 +40,8 @@ UNKNOWN_RATE = 1.0
 # A record tells that its peer is behind if it was made this many seconds after the step began. A peer that has said it
 # is left out for as long (chosen).
 BEHIND_SECONDS = 5.0
-# Of a larger stage, a random sample of this many peers is compared (chosen): a choice takes less than a millisecond.
-MOST_COMPARED = 256
+# Of a larger stage, a random sample of this many peers is compared (chosen): a choice takes about a millisecond.
+MOST_COMPARED = 128
 # The number of peers to remember (chosen).
 MOST_MEASURED = 1024
 

@@ -428,13 +428,15 @@ class Passage:
                 return PeerID(hinted)
             # A peer at the step before is about to make this one.
             step, now = self._request.step - 1 if self._request.trains else None, get_dht_time()
+            if self._is_stranded():
+                step = None
             peer = choose(known, hop.measured, now=now, rng=hop.rng, step=step, excluded=resting)
             if peer is not None:
                 return peer
             self._note([], waits=True)
             hop.peers.hasten(hop.stage)
             self._alone_since = self._alone_since or self._now()
-            if self._now() - self._alone_since >= hop.patience.request_timeout:
+            if self._is_stranded():
                 hop.warn_seldom(
                     "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
                     "stage=%d",
@@ -443,6 +445,10 @@ class Passage:
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _is_stranded(self) -> bool:
+        """Whether there was no peer for long. Then even one that is behind is asked: it learns that it has to go on."""
+        return 0 < self._alone_since <= self._now() - self._hop.patience.request_timeout
 
     def _note(self, route: Sequence[bytes], waits: bool) -> None:
         if (self.route, self.waits) != (list(route), waits):
@@ -503,8 +509,10 @@ class Passage:
                     self._note_done(peer)
             elif isinstance(reply, StageOutcome) and reply.cause is FailureCause.NONE:
                 arrived, _ = await receive_tensors(call, self._hop.max_bytes)
-                self._result.set_result(_checked(arrived))
+                result = _checked(arrived)
                 self._note_done(peer)
+                if not self._result.done():  # otherwise it is cancelled: nobody waits any more
+                    self._result.set_result(result)
             elif isinstance(reply, StageOutcome):
                 raise StageFailure(reply.cause, reply.text, reply.epoch)
         if not self._result.done() and not self._over.is_set():

@@ -259,7 +259,13 @@ class StageHost:
         door = Door(self.epoch, self._closed, self._max_staleness)
         code, work = self.works.ask(identity, request.step, request.trains, door)
         if code is Acceptance.BEHIND:
-            self.close_step(request.step - 1)  # making the step shows that this peer has to catch up
+            if not self.epoch:
+                self._warn_seldom(
+                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: the other stages are at step %d, and no peer has "
+                    "the state of this one",
+                    *(self.stage, request.step),
+                )
+            self.close_step(request.step - 1)  # making the steps between brings this peer to the others
         if work is None:
             return code, None
         way = self._ways.get(identity)

@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most microbatches under way at a stage peer. Chosen: its memory and its speed nearly always allow less.
-PLACES = 64
-# The most of a driver by default: each one takes a connection to the first stage (MAX_DIALLED_PER_PEER).
-MOST_IN_FLIGHT = 20
+# The most microbatches at a stage peer, and of a driver by default. Chosen: each one takes a connection to the peer of
+# the next stage, of which there are MAX_DIALLED_PER_PEER.
+PLACES = MOST_IN_FLIGHT = 20
 # Seconds between two looks at what to declare of the own stages (chosen).
 DECLARE_SECONDS = 2.0
 # How often a newcomer chooses a stage, because others may choose the same one, and the seconds in between (chosen).

@@ -106,7 +106,7 @@ class Works:
     """The works of one stage.
 
     Args:
-        places: the most works that are under way at a time.
+        places: the most works that are under way, or whose results wait for callers. Each takes a connection.
         max_bytes: the most memory for all of them. A single work may take more.
         patience: seconds for which a work without callers is kept.
     """
@@ -134,8 +134,12 @@ class Works:
     @property
     def room(self) -> int:
         """How many more works would be accepted now."""
-        waiting = sum(work.phase in (Phase.RESERVED, Phase.FORWARD) for work in self._works.values())
-        further = sum(work.phase in (Phase.WAITING, Phase.BACKWARD) for work in self._works.values())
+        waiting = further = 0
+        for work in self._works.values():
+            if work.phase in (Phase.RESERVED, Phase.FORWARD):
+                waiting += 1
+            elif work.phase in (Phase.WAITING, Phase.BACKWARD) or (work.phase is Phase.DONE and work.callers):
+                further += 1
         has_memory = not self._works or self.nbytes + self._largest <= self.max_bytes
         return max(0, min(self.places - further, self.most_waiting) - waiting) if has_memory else 0
 

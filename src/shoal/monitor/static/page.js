@@ -157,7 +157,7 @@ function figuresOf(summary) {
   const figures = [
     tile("epoch", number(summary.epoch), left, "Joint steps of the swarm: the median over peers. With --goal-epochs also how long the rest takes at the present pace.",
       {unit: goal ? `of ${number(goal)}` : "", share: goal ? [[summary.epoch / goal, "--one"]] : null}),
-    tile("peers", number(summary.peers), states.join(", "), "Peers that are there, and the states of all that are shown."),
+    tile(stages.length ? "drivers" : "peers", number(summary.peers), states.join(", "), `Peers that are there${stages.length ? " and send microbatches" : ""}, and the states of all that are shown.`),
     tile("samples/s", number(summary.throughput), isUnknown(summary.sent) ? "" : `${bytes(summary.sent)}/s sent`, "Samples that all peers together process in a second, and bytes that they send."),
     tile("loss", number(summary.means.loss, 4), isUnknown(summary.medians.loss) ? "no peer reports it" : `median ${number(summary.medians.loss, 4)}`, "Mean of what peers report with optimizer.report(loss=…), weighted by samples, and median over peers."),
     tile("samples per step", number(batch), isUnknown(batch) || isUnknown(target) ? "" : `${Math.round(100 * batch / target)} % of ${number(target)}`, "What the last joint step really had, from all peers together, and target_batch_size."),
@@ -244,7 +244,8 @@ function showStages() {
   while (chain.children.length < stages.length) chain.append(makeStage(chain.children.length));
   while (chain.children.length > stages.length) chain.lastChild.remove();
   const known = stages.map((row) => row.rate).filter((rate) => !isUnknown(rate));
-  setText($("stagesTold"), known.length ? `up to ${number(Math.min(...known))} microbatches/s` : "");
+  const least = Math.min(...known);
+  setText($("stagesTold"), !known.length ? "" : least ? `up to ${number(least)} microbatches/s` : "no microbatch can pass");
   stages.forEach((row, at) => {
     const item = chain.children[at], button = item.firstChild, [, rate, band, dots, more] = button.children;
     item.className = `${row.is_bottleneck ? "bottleneck" : ""} ${row.serving ? "" : "empty"}`;
@@ -523,7 +524,8 @@ function showRows() {
     !wanted || texts.some((at) => String(row[at] ?? "").toLowerCase().includes(wanted)));
   rows.sort(compare(order.column, order.down));
   const shown = rows.slice(0, shownRows);
-  setText($("shown"), rows.length > shown.length ? `${shown.length} of ${rows.length}` : String(rows.length));
+  const count = rows.length > shown.length ? `${shown.length} of ${rows.length}` : String(rows.length);
+  setText($("shown"), stages.length ? `${count} that drive` : count);
   $("more").hidden = rows.length <= shown.length;
   $("nobody").hidden = rows.length > 0;
   setText($("nobody"), peers.size ? "No peer has this text." : "No peer has been seen yet.");
