@@ -63,6 +63,9 @@ MAX_FAILURES = 3
 MAX_RETURNS = 8
 # A peer that cannot be called is tried again after request_timeout, and later after at most as many of them (chosen).
 MOST_RESTS = 4
+# A microbatch that takes this many times as long as usual is given up, and the weight of the newest one in what is usual
+# (chosen).
+SLOW, ALPHA = 4.0, 0.1
 # Heartbeats within the time after which a silent peer is given up.
 PULSES = 4
 
@@ -265,13 +268,24 @@ class Hop:
         codec: CompressionBase = EXACT,
         max_bytes: int = 2**32,
     ) -> None:
-        self.stage, self.limit = stage, patience.limit(stage, count)
+        self.stage, self._least_limit = stage, patience.limit(stage, count)
+        # Seconds that this stage and all after it work on a microbatch, those included in which it waits for others.
+        self._usual = 0.0
         self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience
         self.metrics, self.rng, self.codec, self.max_bytes = metrics, rng, codec, max_bytes
         self.warn_seldom = Seldom(logger.warning)
         # Peers that could not be called lately. No microbatch has to find that out again.
         first = patience.request_timeout
         self.rests = Backoffs(first, MOST_RESTS * first, asyncio.get_running_loop().time)
+
+    @property
+    def limit(self) -> float:
+        """How many seconds this stage and all after it may work on a microbatch: what is slow is not dead."""
+        return max(self._least_limit, SLOW * self._usual)
+
+    def note_worked(self, seconds: float) -> None:
+        """They have worked for this long, perhaps in vain."""
+        self._usual += (ALPHA if self._usual else 1.0) * (seconds - self._usual)
 
     @asynccontextmanager
     async def carrying(self, request: Request, tell: Callable[[], object]) -> AsyncIterator[Passage]:
@@ -523,11 +537,13 @@ class Passage:
         tick, worked = self._hop.patience.request_timeout / PULSES, 0.0
         while not await wait_at_most(self._over, tick) and worked < self._hop.limit:
             worked += tick if self._is_sent and not self.waits and not self._result.done() else 0.0
+        if self._is_sent and (self._result.done() or not self._over.is_set()):
+            self._hop.note_worked(worked)
         if not self._is_sent:
             raise StreamClosedError("there is nothing to be sent any more")
         await call.send_end()
         if not self._over.is_set():
-            raise TimeoutError(f"stage {self._hop.stage} has worked for {self._hop.limit:.0f} s without a result")
+            raise TimeoutError(f"stage {self._hop.stage} has worked for {worked:.0f} s without a result")
 
 
 def tensors_of(structure: Any) -> list[torch.Tensor]:
