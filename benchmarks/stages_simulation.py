@@ -1,4 +1,4 @@
-"""Models in stages at scale: many stage peers of different speed that come and die, simulated in virtual time on one core.
+"""Models in stages at scale: many stage peers of different speed that come and die, in virtual time on one core.
 
     python -m benchmarks.stages_simulation --scenario plain
     python -m benchmarks.stages_simulation --scenario uneven --steps 50 --seed 3
@@ -17,22 +17,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextvars
+import itertools
 import json
 import logging
 import math
-import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from shoal.errors import SimulationError
-from shoal.p2p import P2P, PeerID
+from shoal.p2p import P2P
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageTask
 from shoal.stages.directory import StageDirectory
@@ -170,7 +168,7 @@ class Holders:
         self.over = epoch
         self._note()
         while now() < until and any(each.epoch == epoch and each not in self._waiting for each in self.living()):
-            await asyncio.sleep(NEWS_SECONDS)
+            await asyncio.wait([asyncio.ensure_future(self._changed.wait())], timeout=NEWS_SECONDS)
         group, self._waiting = [each for each in self.living() if each in self._waiting], set()
         for each in group:
             each.in_round = list(each.uncredited)
@@ -193,7 +191,7 @@ class Peer(FakeCompute):
     def __init__(self, swarm: Swarm, stage: int, machine: Host, seconds: float) -> None:
         third = seconds / 3
         super().__init__(swarm, stage, {"forward": third, "losses": seconds, "backward": 2 * third})
-        self.machine, self.holders, self.swarm = machine, swarm.holders[stage], swarm
+        self.machine, self.holders, self.swarm = machine, swarm.groups[stage], swarm
         self.epoch = self.holders.epoch
         self.uncredited: list[tuple[bytes, int]] = []
         """Microbatches that count here, and are in no step yet."""
@@ -220,6 +218,9 @@ class Peer(FakeCompute):
         self.epoch = await self.holders.make_step(self)
         return self.epoch
 
+    async def go_to(self, step: int) -> None:
+        self.epoch = self.holders.epoch = max(self.holders.epoch, step)
+
     async def until_over(self) -> None:
         await self.holders.until_over(self)
 
@@ -235,18 +236,18 @@ class Swarm(Chain):
         self.network.trace, self.rng, self.scenario = trace, self.network.rng, what
         self.now = asyncio.get_running_loop().time
         self.table = SharedTable(0.1)
-        self.holders = [Holders() for _ in range(what.stages)]
+        self.groups = [Holders() for _ in range(what.stages)]
         self.capacity = [0.0] * what.stages
         """Of each stage: the microbatches that its peers could have done."""
         self.living: list[list[Peer]] = [[] for _ in range(what.stages)]
-        self.deaths = self.out_of_step = self.done = self.wanted_passes = 0
+        self.deaths = self.out_of_step = self.done = 0
         self.begun: dict[int, float] = {}
         """When each step was begun by all drivers."""
         self.is_over = asyncio.Event()
+        self.error: BaseException | None = None
+        self._watched: set[asyncio.Task[Any]] = set()
         self._since: dict[Peer, float] = {}
         self._rates: dict[Peer, float] = {}
-        self._directories: dict[P2P, StageDirectory] = {}
-        self._dead_passes = 0
 
     # --- peers --------------------------------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class Swarm(Chain):
             shared = directory, Measurements(), service.open_call, PATIENCE, p2p.metrics, machine.rng
             hop = Hop(stage + 1, self.stages, *shared)
         works = Works(PLACES, 2**30, PATIENCE.microbatch_timeout)
-        host = StageHost(stage, peer, works, hop, PATIENCE, max_staleness=self.max_staleness)
+        host = StageHost(stage, p2p.peer_id, directory, peer, works, hop, PATIENCE, max_staleness=self.max_staleness)
         service.hosts[stage] = host
 
         async def serve() -> None:
@@ -286,7 +287,7 @@ class Swarm(Chain):
                 await directory.declare(host.record())
                 await asyncio.sleep(DECLARE_SECONDS)
 
-        machine.spawn(serve())
+        self.watch(machine.spawn(serve()))
         crossings = 2 if 0 < stage < self.stages - 1 else 1
         self._rates[peer] = min(1 / seconds, line / (crossings * BYTES))
         self._since[peer] = self.now()
@@ -365,14 +366,19 @@ class Swarm(Chain):
             steps.start()
             await asyncio.gather(*[send() for _ in range(self.scenario.in_flight)])
 
-        working = machine.spawn(work())
-        working.add_done_callback(self._on_driver_ended)
+        self.watch(machine.spawn(work()))
         return machine
 
-    def _on_driver_ended(self, working: asyncio.Task[None]) -> None:
-        if not working.cancelled() and (error := working.exception()) is not None:
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """If the task fails, so does the simulation."""
+        self._watched.add(task)
+        task.add_done_callback(self._on_ended)
+
+    def _on_ended(self, task: asyncio.Task[Any]) -> None:
+        self._watched.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.error = self.error or task.exception()
             self.is_over.set()
-            raise error
 
     def end_driver(self, machine: Host, number: int) -> None:
         """A driver dies; the others notice a while later."""
@@ -395,7 +401,7 @@ async def bursts(swarm: Swarm, drivers: list[Host]) -> None:
             if peer.machine.is_up:
                 swarm.slow_down(peer, 0.01)
 
-        asyncio.get_running_loop().create_task(burst(peer))
+        swarm.watch(asyncio.ensure_future(burst(peer)))
 
 
 async def lonely(swarm: Swarm, drivers: list[Host]) -> None:
@@ -451,6 +457,10 @@ SCENARIOS: dict[str, Scenario] = {
 steps. ``uneven``: speeds and lines 1 : 300. The others have a story on top of ``plain``."""
 
 
+async def _tell(story: Awaitable[None]) -> None:
+    await story
+
+
 def simulate(name: str, scenario: Scenario, seed: int = 0) -> Figures:
     """Run one scenario."""
     began_processor = time.process_time()
@@ -462,7 +472,7 @@ def simulate(name: str, scenario: Scenario, seed: int = 0) -> Figures:
         for stage in range(scenario.stages):
             for _ in range(scenario.peers):
                 left = swarm.rng.expovariate(1 / session) if session < math.inf else 1e9
-                loop.create_task(swarm.live(stage, left))
+                swarm.watch(loop.create_task(swarm.live(stage, left)))
         await asyncio.sleep(10.0)
         for peer in swarm.hosts:
             swarm.account(peer[2])
@@ -470,8 +480,10 @@ def simulate(name: str, scenario: Scenario, seed: int = 0) -> Figures:
         began = swarm.begun[0] = swarm.now()
         drivers = [await swarm.drive() for _ in range(scenario.drivers)]
         if scenario.story:
-            loop.create_task(STORIES[scenario.story](swarm, drivers))
+            swarm.watch(loop.create_task(_tell(STORIES[scenario.story](swarm, drivers))))
         await swarm.is_over.wait()
+        if swarm.error is not None:
+            raise swarm.error
         return figures(swarm, name, seed, began, trace)
 
     made = run(main(), seed=seed, time_limit=3600.0 + 120.0 * scenario.steps)
@@ -489,11 +501,11 @@ def figures(swarm: Swarm, name: str, seed: int, began: float, trace: Trace) -> F
             swarm.account(peer)
     poorest = min(swarm.capacity) / seconds
     moments = sorted(swarm.begun.values())
-    lengths = [b - a for a, b in zip(moments, moments[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(moments)]
     throughput = swarm.done / seconds
     averaging = AVERAGING_SECONDS * len(lengths) if scenario.max_staleness is None else 0.0
     # What is under way at the end is computed in part.
-    credited = [holders.credited for holders in swarm.holders]
+    credited = [holders.credited for holders in swarm.groups]
     everything = set().union(*credited)
     lost = swarm.passes - swarm.done * (2 * scenario.stages - 1)
     return Figures(
@@ -515,7 +527,7 @@ def figures(swarm: Swarm, name: str, seed: int, began: float, trace: Trace) -> F
         lost_per_death=round(lost / (2 * scenario.stages - 1) / max(1, swarm.deaths), 2),
         counted_twice=sum(count - 1 for each in credited for count in each.values()),
         lost_with_peer=sum(len(everything - each.keys()) for each in credited),
-        missed_steps=sum(each.missed for each in swarm.holders),
+        missed_steps=sum(each.missed for each in swarm.groups),
         out_of_step=swarm.out_of_step,
         trace=trace.digest(),
         processor_seconds=0.0,

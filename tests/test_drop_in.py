@@ -386,3 +386,55 @@ async def test_an_rsa_identity_is_refused_with_the_fix(tmp_path: Path) -> None:
         hivemind.p2p.P2PDaemonError, match=r"not an Ed25519 identity .*: delete the file to get a new one"
     ):
         await hivemind.P2P.create(identity_path=identity)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def test_mixtures_of_remote_experts() -> None:
+    from shoal.moe.client.beam_search import MoEBeamSearcher
+    from shoal.moe.client.expert import RemoteExpert
+
+    server = hivemind.Server.create(
+        expert_pattern="expert.[0:3].[0:3].[0:3]", num_experts=6, expert_cls="ffn", hidden_dim=16, start=True
+    )
+    dht = hivemind.DHT(initial_peers=server.dht.get_visible_maddrs(), start=True)
+    moe = hivemind.RemoteMixtureOfExperts(
+        in_features=16, grid_size=(4, 4, 4), dht=dht, k_best=3, uid_prefix="expert.", forward_timeout=60
+    )
+    for _ in range(3):
+        moe(torch.randn(10, 16)).sum().backward()
+    assert moe.proj.weight.grad.norm() > 0
+    searcher = MoEBeamSearcher(dht, "expert.", (4, 4, 4))
+    best = searcher.find_best_experts([[0.0] * 4] * 3, beam_size=2)
+    assert all(isinstance(each, RemoteExpert) for each in best)
+    assert {*server.module_backends} >= {each.uid for each in best}
+    [found, nothing] = hivemind.moe.get_experts(dht, [best[0].uid, "expert.9.9.9"])
+    assert found(torch.randn(1, 16)).shape == (1, 16)
+    assert nothing is None
+    dht.shutdown()
+    server.shutdown()
+
+
+def test_experts_that_are_too_slow() -> None:
+    server = hivemind.Server.create(
+        expert_uids=["expert.0.0", "expert.1.1"], expert_cls="nop_delay", hidden_dim=16, optim_cls=None, start=True
+    )
+    dht = hivemind.DHT(initial_peers=server.dht.get_visible_maddrs(), start=True)
+    moe = hivemind.RemoteSwitchMixtureOfExperts(
+        in_features=16,
+        grid_size=(2, 2),
+        dht=dht,
+        k_best=2,
+        uid_prefix="expert.",
+        forward_timeout=0.1,
+        backward_timeout=0.1,
+        timeout_after_k_min=0.1,
+    )
+    for _ in range(3):
+        inputs = torch.randn(10, 16, requires_grad=True)
+        outputs, balancing_loss = moe(inputs)
+        assert outputs.shape == inputs.shape
+        (outputs.sum() + balancing_loss).backward()
+    dht.shutdown()
+    server.shutdown()

@@ -29,6 +29,7 @@ from shoal.archive.keeping import Archiver
 from shoal.archive.store import Store
 from shoal.base.closeable import Facade
 from shoal.compression.base import CompressionInfo
+from shoal.moe import layers
 from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -133,6 +134,18 @@ def data(setting: Setting) -> None:
     setting.replaced = {"num_workers=4": "num_workers=0", "range(10)": "range(2)"}
 
 
+def experts(setting: Setting) -> None:
+    def end() -> None:
+        for each in setting.names.values():
+            if isinstance(each, shoal.Server):
+                each.shutdown()
+                each.join()
+
+    setting.stack.callback(end)
+    for registered in (layers.name_to_block, layers.name_to_input):
+        setting.stack.callback(registered.pop, "perceptron", None)  # type: ignore[attr-defined]
+
+
 def gradients(setting: Setting) -> None:
     setting.learns()
     setting.names["path"] = setting.folder / "checkpoint.pt"
@@ -213,6 +226,7 @@ SETTINGS: dict[str, Callable[[Setting], None]] = {
     "docs/coming-from.md": Setting.learns,
     "docs/compression.md": compression,
     "docs/data.md": data,
+    "docs/experts.md": experts,
     "docs/gradients.md": gradients,
     "docs/huggingface.md": huggingface,
     "docs/lightning.md": lightning,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shoal import DHT
+from shoal.moe import beam_search
 from shoal.moe.beam_search import MoEBeamSearcher
 from shoal.moe.declare import declare_experts
 from shoal.moe.uids import ExpertInfo
@@ -80,6 +81,13 @@ def test_initial_beam_and_successors() -> None:
             MoEBeamSearcher(dht, "expert.01", (4, 4))
 
 
+def test_experts_of_another_grid_are_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with swarm(1) as [dht]:
+        declare_experts(dht, ["e.0.1", "e.1.1.1"], soon())
+        assert uids_of(MoEBeamSearcher(dht, "e.", (2, 2)).find_best_experts([[0.0, 1.0]] * 2, 4)) == ["e.0.1"]
+    assert "expert e.1.1.1 has 3 numbers, and the grid e.2.2: give either another prefix" in caplog.text
+
+
 def test_nothing_alive_gives_an_empty_list() -> None:
     with swarm(1) as [dht]:
         for dimensions in (1, 2, 3):
@@ -99,9 +107,18 @@ def test_empty_prefixes_are_marked_for_others_until_the_configured_time() -> Non
         mark = found[0].value[-1]  # type: ignore[union-attr]
         assert mark.value is None
         assert soon(150) < mark.expiration_time < soon(200)
+
+
+def test_copies_of_marks_hide_no_new_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beam_search, "EMPTY_SECONDS", 0.0)
+    with swarm(8, num_replicas=1) as [server, *others]:
+        searchers = [MoEBeamSearcher(dht, "ffn.", (1, 9)) for dht in others]
+        for _ in range(2):
+            assert not any(searcher.get_initial_beam([6.0], beam_size=1) for searcher in searchers)
         declare_experts(server, ["ffn.0.7"], soon())
-        [(_, _, successors)] = searcher.get_initial_beam([6.0], beam_size=1)
-        assert [*successors] == [7], "a mark hides no expert"
+        for searcher in searchers:
+            [(_, _, successors)] = searcher.get_initial_beam([6.0], beam_size=1)  # type: ignore[misc]
+            assert [*successors] == [7]
 
 
 def declared(dht: DHT, uid: str) -> None:

@@ -17,6 +17,7 @@ from shoal import DHT, P2PHandlerError
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import Token
 from shoal.errors import NotAMemberError, P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
+from shoal.moe import expert as client
 from shoal.moe import handler
 from shoal.moe.declare import declare_experts, get_experts
 from shoal.moe.expert import (
@@ -148,6 +149,18 @@ def test_each_backward_trains_once_even_if_its_answer_is_lost(two: Swarm, monkey
         assert torch.allclose(module.weight, weight - inputs)
         output.sum().backward()
         assert torch.allclose(module.weight, weight - 2 * inputs), "another backward trains again"
+
+
+def test_refusal_is_told_before_all_tensors_are_sent(two: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never_done(*args: Any, **kwargs: Any) -> None:
+        await asyncio.Event().wait()
+
+    with serving(two.server, {"e.0": expert(nn.Linear(2, 2), Row(2))}):
+        remote, unknown = two.expert(), two.expert("e.1")
+        unknown._schemas = remote.info
+        monkeypatch.setattr(client, "send_tensors", never_done)
+        with pytest.raises(P2PHandlerError, match=r"no expert 'e\.1'"):
+            unknown(torch.ones(1, 2))
 
 
 class Stuck:

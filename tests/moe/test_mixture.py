@@ -18,6 +18,7 @@ from shoal.moe.declare import declare_experts
 from shoal.moe.expert import DUMMY
 from shoal.moe.mixture import _RemoteCallMany
 from shoal.moe.uids import ExpertInfo
+from tests.device import chosen_device
 from tests.moe.servers import Row, expert, serving
 from tests.moe.swarms import soon, swarm
 
@@ -213,12 +214,16 @@ def test_inputs_are_not_held_to_the_shape_of_the_schema() -> None:
         return {"x": x * mask[..., None], "mask": mask}
 
     with experts(attend, attend, schema=(Row(7, 4),), kwargs_schema={"mask": Row(7, dtype=torch.int64)}) as client:
-        inputs, mask = torch.randn(2, 3, 4, requires_grad=True), torch.tensor([[1, 0, 1], [0, 0, 1]])
-        output = gated(client, size=2)(inputs, mask=mask)
+        device = chosen_device()
+        inputs = torch.randn(2, 3, 4).to(device).requires_grad_()
+        mask = torch.tensor([[1, 0, 1], [0, 0, 1]], device=device)
+        output = gated(client, size=2).to(device)(inputs, mask=mask)
         assert torch.allclose(output["x"], inputs * mask[..., None], atol=1e-6)
         assert torch.allclose(output["mask"], mask.float())
         output["x"].sum().backward()
         assert torch.allclose(inputs.grad, mask[..., None].expand(2, 3, 4).float(), atol=1e-6)
+        output, loss = gated(client, RemoteSwitchMixtureOfExperts, 2).to(device)(inputs, mask=mask)
+        (output["x"].sum() + loss).backward()
 
 
 # --- Switch -----------------------------------------------------------------------------------------------------------

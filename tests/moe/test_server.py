@@ -24,7 +24,7 @@ from shoal.access.badges import ROLES_BY_NAME, Roles
 from shoal.access.tokens import Token
 from shoal.base.extras import nested_flatten
 from shoal.compression.serialization import BatchTensorDescriptor
-from shoal.errors import NotAMemberError, P2PDaemonError
+from shoal.errors import NotAMemberError, P2PDaemonError, StreamClosedError
 from shoal.moe.backend import ModuleBackend
 from shoal.moe.background import background_server
 from shoal.moe.declare import declare_experts, get_experts
@@ -32,7 +32,7 @@ from shoal.moe.expert import RemoteExpert
 from shoal.moe.expert_server import Server, _generate_uids
 from shoal.moe.handler import ConnectionHandler, ExpertLimits, ExpertRequest, ExpertService
 from shoal.moe.uids import ExpertInfo
-from shoal.serving.tensors import receive_tensors, send_tensors
+from shoal.serving.tensors import TensorList, receive_tensors, send_tensors
 from tests.device import chosen_device
 from tests.moe.swarms import swarm
 
@@ -218,6 +218,20 @@ def test_request_that_waits_too_long_fails() -> None:
         gate.may_go.set()
 
 
+def test_silent_caller_loses_its_memory() -> None:
+    limits = ExpertLimits(request_bytes=64, bytes=64, silence=0.05)
+    with served({"e.0": backend_of(Gate())}, limits=limits) as (server, caller):
+
+        async def say_nothing(dht: DHT, node: Any) -> None:
+            async with ExpertService.get_stub(node.p2p, server.dht.peer_id).rpc_forward() as call:
+                await call.send(ExpertRequest("e.0", nbytes=64))
+                await call.receive(TensorList)
+
+        with pytest.raises(StreamClosedError):
+            caller.run_coroutine(say_nothing)
+        assert ask(server, caller, "rpc_forward", torch.ones(8, 2)).result(SOON)[0].shape == (8, 2)
+
+
 def test_private_run_admits_only_those_that_may_train() -> None:
     secret, until = Token.new_run("secret"), int(time.time()) + 3600
     train, watch = (secret.invite(roles, until).text for roles in (ROLES_BY_NAME["train"], Roles.MONITOR))
@@ -363,7 +377,10 @@ def test_cause_of_a_failed_start_is_raised() -> None:
         server = Server(dht, {}, start=True)
         with pytest.raises(P2PDaemonError, match="registered already"):
             Server(dht, {}, start=True)
+        assert server.is_alive()
+        assert dht.is_alive()
         server.shutdown()
+        assert not dht.is_alive()
         server.join(SOON)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shoal.p2p import P2P, PeerID
 from shoal.stages.choice import Measurements
-from shoal.stages.compute import Task
+from shoal.stages.compute import StageTask
 from shoal.stages.directory import StageRecord
 from shoal.stages.driver import Driver, DriverProgress, Steps
 from shoal.stages.hop import Changes, Hop, Patience
@@ -70,13 +70,13 @@ class FakeCompute:
         self.chain, self.stage, self.epoch = chain, stage, 0
         self.seconds = dict.fromkeys(("forward", "losses", "backward"), PASS_SECONDS) | dict(seconds or {})
         self.passes: Counter[str] = Counter()
-        self.counted: list[tuple[Task, int]] = []
+        self.counted: list[tuple[StageTask, int]] = []
         """Each microbatch whose samples count here, with the epoch in which they do."""
         self.kept: set[tuple[bytes, int]] = set()
         self.error: Exception | None = None
         self._device = Device()
 
-    async def _pass(self, kind: str, task: Task) -> None:
+    async def _pass(self, kind: str, task: StageTask) -> None:
         def work() -> None:
             self.passes[kind] += 1
             if self.error is not None:
@@ -88,7 +88,7 @@ class FakeCompute:
 
         await self._device.run(work, self.seconds[kind], 1 if kind == "forward" else 0)
 
-    def count(self, task: Task) -> None:
+    def count(self, task: StageTask) -> None:
         """The samples of a microbatch count here."""
         self.counted.append((task, self.epoch))
 
@@ -97,27 +97,30 @@ class FakeCompute:
         """Whether it computes now."""
         return self._device.is_at_work
 
-    async def forward(self, task: Task, inputs: Any, extras: Mapping[str, Any]) -> Any:
+    async def forward(self, task: StageTask, inputs: Any, extras: Mapping[str, Any]) -> Any:
         self.chain.extras[self.stage].append(dict(extras))
         await self._pass("forward", task)
         return inputs * 2
 
-    async def losses(self, task: Task, inputs: Any, labels: Any, extras: Mapping[str, Any]) -> Any:
+    async def losses(self, task: StageTask, inputs: Any, labels: Any, extras: Mapping[str, Any]) -> Any:
         self.chain.extras[self.stage].append(dict(extras))
         await self._pass("losses", task)
         return inputs[:, 0] + labels, [inputs.clone()] if task.trains else []
 
-    async def backward(self, task: Task, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    async def backward(self, task: StageTask, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         await self._pass("backward", task)
         return [each * 3 for each in output_grads if each is not None]
 
-    def forget(self, task: Task) -> None:
+    def forget(self, task: StageTask) -> None:
         self.kept.discard(task[:2])
 
     async def make_step(self) -> int:
         await asyncio.sleep(0.3)
         self.epoch += 1
         return self.epoch
+
+    async def go_to(self, step: int) -> None:
+        self.epoch = step
 
     async def until_over(self) -> None:
         await asyncio.Event().wait()
@@ -167,7 +170,8 @@ class Chain:
     ) -> None:
         self.network = Network(link or Link(delay=0.01))
         self.stages, self.target, self.max_staleness = stages, target, max_staleness
-        self.records: dict[int, dict[PeerID, StageRecord]] = {stage: {} for stage in range(stages)}
+        self.holders: dict[int, dict[PeerID, StageHost]] = {stage: {} for stage in range(stages)}
+        """Whose records are valid."""
         self.hosts: list[tuple[Machine, StageHost, FakeCompute]] = []
         self.drivers: list[tuple[Machine, Driver]] = []
         self.p2ps: list[P2P] = []
@@ -175,7 +179,7 @@ class Chain:
         self.extras: dict[int, list[dict[str, Any]]] = {stage: [] for stage in range(stages)}
 
     def peers_of(self, stage: int) -> Mapping[PeerID, StageRecord]:
-        return self.records[stage]
+        return {peer: host.record() for peer, host in self.holders.get(stage, {}).items()}
 
     def hasten(self, stage: int) -> None:
         """The records are always fresh."""
@@ -202,10 +206,12 @@ class Chain:
             compute.epoch = epoch
             next_hop = None if stage + 1 == self.stages else self._hop(stage + 1, p2p, service)
             works = Works(places, 2**30, PATIENCE.microbatch_timeout)
-            host = StageHost(stage, compute, works, next_hop, PATIENCE, max_staleness=self.max_staleness)
+            host = StageHost(
+                stage, p2p.peer_id, self, compute, works, next_hop, PATIENCE, max_staleness=self.max_staleness
+            )
             service.hosts[stage] = host
             self.hosts.append((machine, host, compute))
-            self.records[stage][p2p.peer_id] = host.record()
+            self.holders[stage][p2p.peer_id] = host
             made.append(compute)
         await machine.run(service.start())
         return made
@@ -235,10 +241,9 @@ class Chain:
     def kill(self, compute: FakeCompute, *, how: str = "crash") -> None:
         """End a stage peer; its record expires a while later."""
         getattr(self.machine_of(compute), how)()
-        peer = next(
-            peer for peer in self.records[compute.stage] if self.network.host_of(peer) is self.machine_of(compute)
-        )
-        asyncio.get_running_loop().call_later(RECORD_SECONDS, self.records[compute.stage].pop, peer, None)
+        holders, machine = self.holders[compute.stage], self.machine_of(compute)
+        peer = next(peer for peer in holders if self.network.host_of(peer) is machine)
+        asyncio.get_running_loop().call_later(RECORD_SECONDS, holders.pop, peer, None)
 
     async def drive(self, driver: Driver, numbers: Sequence[int], **how: Any) -> list[Any]:
         """Send microbatches of one sample, each with its number as its value."""

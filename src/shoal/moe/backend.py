@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 class ModuleBackend:
     """Runs a module in batches, and trains it.
 
-    All tensors of a batch have as many rows. Methods run in the computing thread of the server, one at a time.
+    All tensors of a batch have the same number of rows. Methods run in the server's computing thread, one at a time.
 
     Args:
         name: the uid of the expert.
         module: takes what the schemas say; returns a tensor, or lists, tuples and dictionaries of tensors.
-        optimizer: makes a step after each backward pass; ``None``: the module does not learn. It can be set later.
-        scheduler: makes a step after each step of the optimizer.
+        optimizer: steps after each backward pass; ``None``: the module does not learn. It can also be set later.
+        scheduler: steps after the optimizer.
         args_schema: a :class:`BatchTensorDescriptor` for each positional input; they may be nested.
-        kwargs_schema: the same for keyword inputs, by name.
-        outputs_schema: the form of the result; ``None``: the module is tried once with zeros.
-        outputs_compression: the codec of floating-point outputs; ``None``: as the schema says.
-        grad_compression: the codec of all gradients; ``None``: as the inputs and outputs.
+        kwargs_schema: a schema for each keyword input, by name.
+        outputs_schema: the structure of the result; ``None``: found out by running the module once with zeros.
+        outputs_compression: codec of floating-point outputs; ``None``: as the schema says.
+        grad_compression: codec of all gradients; ``None``: those of the inputs and outputs.
         kwargs: settings of the task pools, such as ``max_batch_size``, which is required.
     """
 
@@ -90,7 +90,7 @@ class ModuleBackend:
         """Compute a batch again, then the gradients of parameters and inputs, and call :meth:`on_backward`.
 
         Args:
-            inputs: those of :meth:`forward`, then a gradient for each output; it is ignored where the output has none.
+            inputs: those of :meth:`forward`, then a gradient for each output; that of an integer is ignored.
 
         Returns:
             A gradient for each input, zeros if it has none.
@@ -111,7 +111,7 @@ class ModuleBackend:
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
     def on_backward(self, batch_size: int) -> None:
-        """Learn from the gradients of the parameters; subclasses may do it otherwise."""
+        """Learn from the gradients of the parameters. Subclasses may override this."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -123,14 +123,14 @@ class ModuleBackend:
         return {name: part.state_dict() for name, part in self._parts().items() if part is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state; what it lacks stays as it is, with a warning."""
+        """Load a state. A part that is missing keeps its values, with a warning."""
         for name, part in self._parts().items():
             if part is None:
                 continue
             if name in state_dict:
                 part.load_state_dict(state_dict[name])
             else:
-                logger.warning("the state of expert %s has no %s: that begins anew", self.name, name)
+                logger.warning("the state of expert %s has no %s: it starts from scratch", self.name, name)
 
     def _parts(self) -> dict[str, Any]:
         return {"module": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}

@@ -1,7 +1,7 @@
-"""A server of experts in a process of its own.
+"""A server of experts in its own process.
 
-The parent sends the arguments to the child's standard input, and keeps that open: its end is the end of the server. The
-child answers with one line of JSON, the peer or the error.
+The parent sends the arguments to the child's standard input and keeps it open; when it closes, the server shuts down.
+The child answers with one line of JSON: its peer, or the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
 
     Args:
         args, kwargs: for :meth:`Server.create <shoal.moe.expert_server.Server.create>`. They are pickled.
-        shutdown_timeout: after so many seconds, the process is killed.
+        shutdown_timeout: seconds to shut down; then the process is killed.
 
     Yields:
         Its peer, with addresses for ``initial_peers``.

@@ -12,7 +12,8 @@ combination of numbers exists, the result is that of an exhaustive search.
 
 A prefix under which there is nothing is marked in the DHT as empty, so that the next search for it ends at the first
 node. The mark is an entry beside those of experts, so it hides none. In a grid of one dimension it would take the place
-of the expert's own entry; there each searcher remembers it by itself.
+of the expert's own entry, so there is none. Each searcher also remembers empty prefixes for a while. After that it asks
+all nodes that may know better, because a copy of a mark would hide new experts as long as it lasts.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ Successors = dict[Coordinate, ExpertInfo]
 Beam = list[tuple[Score, ExpertPrefix, Successors]]
 SAMPLES_AT_ONCE = 64
 """How many samples of a batch are searched for together. Chosen: the loop is not held up for long."""
-MAX_MARKS = 2**16
+MAX_EMPTY = 2**16
 """The most empty prefixes that a searcher remembers. Chosen: more than a gate has numbers."""
+EMPTY_SECONDS = 30.0
+"""How long it remembers them at most, so that it sees new experts soon. Chosen: servers declare theirs as often."""
 
 
 class MoEBeamSearcher:
@@ -95,7 +98,8 @@ class MoEBeamSearcher:
         self.num_workers = dht.num_workers if num_workers is None else num_workers
         self.negative_caching, self.cache_expiration, self.dht_kwargs = negative_caching, cache_expiration, kwargs
         self._is_usable = is_usable
-        self._empty: Bounded[ExpertPrefix, None] = Bounded(MAX_MARKS, seconds=cache_expiration, now=get_dht_time)
+        seconds = min(cache_expiration, EMPTY_SECONDS)
+        self._empty: Bounded[ExpertPrefix, None] = Bounded(MAX_EMPTY, seconds=seconds, now=get_dht_time)
 
     def get_initial_beam(
         self, scores: Scores, beam_size: int, return_future: bool = False
@@ -269,7 +273,7 @@ class _Lookups:
     Args:
         searcher: has the settings.
         node: looks up.
-        empty: prefixes under which there is nothing, of a grid with one dimension.
+        empty: prefixes under which there was nothing lately.
     """
 
     def __init__(self, searcher: MoEBeamSearcher, node: DHTNode, empty: Bounded[ExpertPrefix, None]) -> None:
@@ -309,20 +313,23 @@ class _Lookups:
     async def _look_up(self, prefix: ExpertPrefix) -> Successors:
         if prefix in self._empty:
             return {}
-        item = (await self._node.get_many([prefix], **self._options))[prefix]
-        if item is None and self._marks_seconds:
-            self._mark(prefix)
-        entries = item.value if item is not None and isinstance(item.value, Mapping) else {}
-        found = {number: _info_of(prefix, number, entry.value) for number, entry in entries.items()}
-        return {number: info for number, info in found.items() if info is not None}
-
-    def _mark(self, prefix: ExpertPrefix) -> None:
-        if self._is_flat:
+        item, found = await self._get(prefix)
+        if item is not None and not found:
+            item, found = await self._get(prefix, sufficient_expiration_time=math.inf)
+        if not found and self._marks_seconds:
             self._empty[prefix] = None
-        else:
-            until = get_dht_time() + self._marks_seconds
-            mark = self._node.store(prefix, None, until, subkey=FLAT_EXPERT)
-            self._marking.append(self._node.protocol.spawn(mark))
+            if item is None and not self._is_flat:
+                until = get_dht_time() + self._marks_seconds
+                mark = self._node.store(prefix, None, until, subkey=FLAT_EXPERT)
+                self._marking.append(self._node.protocol.spawn(mark))
+        return found
+
+    async def _get(self, prefix: ExpertPrefix, **options: Any) -> tuple[Any, Successors]:
+        """The record of a prefix, and the experts in it."""
+        item = (await self._node.get_many([prefix], **{**self._options, **options}))[prefix]
+        entries = item.value if item is not None and isinstance(item.value, Mapping) else {}
+        infos = {number: _info_of(prefix, number, entry.value) for number, entry in entries.items()}
+        return item, {number: info for number, info in infos.items() if info is not None}
 
 
 def _info_of(prefix: ExpertPrefix, number: Any, value: Any) -> ExpertInfo | None:

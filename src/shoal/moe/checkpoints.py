@@ -1,6 +1,6 @@
 """Experts on the disk: ``<folder>/<uid>/checkpoint_<date>_<time>.pt``, and ``checkpoint_last.pt``, which is the newest.
 
-A file appears under its name when it is complete. The oldest are deleted.
+Files are written under another name and renamed when complete. The oldest are deleted.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ def _write(states: Mapping[str, Any], checkpoint_dir: Path) -> None:
 
 
 def load_experts(experts: Mapping[str, ModuleBackend], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Take over the newest checkpoint of each expert; one without a checkpoint stays as it is."""
+    """Load the newest checkpoint of each expert. An expert without one keeps its values, with a warning."""
     is_directory(checkpoint_dir)
     for uid, expert in experts.items():
         path = Path(checkpoint_dir) / uid / LAST
         if path.exists():
             expert.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         else:
-            logger.warning("there is no checkpoint of expert %s in %s: it begins anew", uid, checkpoint_dir)
+            logger.warning("there is no checkpoint of expert %s in %s: it starts from scratch", uid, checkpoint_dir)
 
 
 class CheckpointSaver(threading.Thread):
-    """Writes checkpoints when it is made, at regular intervals once it is started, and at its end.
+    """Writes checkpoints in its constructor, at regular intervals once it is started, and at shutdown.
 
     Args:
         module_backends: the experts by uid.
@@ -122,7 +122,7 @@ class CheckpointSaver(threading.Thread):
 
     def save(self) -> None:
         """Write checkpoints now."""
-        # Training goes on while the copies are written.
+        # The copies are written while training continues.
         states = self._run_safely(lambda: _states_of(self.module_backends))
         with self._lock:
             _write(states, self.checkpoint_dir)
@@ -137,7 +137,7 @@ class CheckpointSaver(threading.Thread):
                 logger.warning("could not write checkpoints to %s: %s", self.checkpoint_dir, e)
 
     def shutdown(self) -> None:
-        """Write the last checkpoints, and end; call it when nothing is trained any more. Idempotent."""
+        """Write the final checkpoints and stop. Call it after training has stopped. Idempotent."""
         if not self._ending.is_set():
             self._ending.set()
             if self.is_alive():

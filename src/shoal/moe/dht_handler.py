@@ -17,18 +17,18 @@ from shoal.moe.uids import ExpertUID
 
 logger = logging.getLogger(__name__)
 
-# Seconds that taking the records back may last. Chosen.
+# The most seconds that withdrawing the records takes. Chosen.
 WITHDRAW_SECONDS = 5.0
 
 
 class DHTHandlerThread(Facade):
-    """Declares experts again and again, and takes that back at the end. Lives in the background loop.
+    """Declares experts periodically, and withdraws the declarations at shutdown. Lives in the background loop.
 
     Args:
         module_backends: the experts by uid.
         dht: a DHT of this peer.
         update_period: seconds from one declaration to the next.
-        expiration: seconds for which one holds; default: twice the period, at least three seconds.
+        expiration: seconds until one expires; default: twice the period, at least three seconds.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DHTHandlerThread(Facade):
         return self._declared is not None and not self._portal.closed
 
     def shutdown(self) -> None:
-        """Take the declarations back. Idempotent."""
+        """Withdraw the declarations. Idempotent."""
         self._portal.close(WITHDRAW_SECONDS + 1)
 
     def join(self, timeout: float | None = None) -> None:

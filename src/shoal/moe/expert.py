@@ -22,6 +22,7 @@ from shoal.base.extras import nested_compare, nested_flatten, nested_map, nested
 from shoal.base.logs import quoted
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.serializer import MSGPackSerializer
+from shoal.base.tasks import cancel_and_wait
 from shoal.compression.serialization import BatchTensorDescriptor
 from shoal.dht import DHT, DHTNode
 from shoal.errors import P2PDaemonError, ProtocolError, ReactorError, StreamClosedError
@@ -43,7 +44,7 @@ MAX_ANSWER_BYTES = 2**30
 """The most memory of an answer. Chosen: what servers accept."""
 ROWS_PER_REQUEST = 1024
 """The most rows of a request to a server that does not say how many it takes. Chosen."""
-# Sending tensors may take so long. Chosen: 1 Mbit/s; training over slower lines is pointless.
+# How fast tensors leave at least; servers have so much more time. Chosen: 1 Mbit/s.
 _LEAST_BYTES_PER_SECOND = 2**17
 
 
@@ -129,7 +130,8 @@ async def expert_forward(
         inputs: its inputs, flattened.
         info: what it takes and returns.
         stub: calls its peer.
-        timeout: seconds for which the server may be silent, once it has the inputs; ``None``: no limit.
+        timeout: seconds for which the server may be silent, besides those that the inputs need at 1 Mbit/s; ``None``:
+            no limit.
 
     Returns:
         The outputs, flattened, on the CPU.
@@ -185,14 +187,22 @@ async def _ask(
     # The server knows a request that is repeated by its id, and does not train twice.
     request = ExpertRequest(uid, secrets.token_bytes(16), nbytes)
 
+    silence = None if timeout is None else timeout + nbytes / _LEAST_BYTES_PER_SECOND
+
     async def attempt() -> Any:
-        until_sent = None if timeout is None else timeout + nbytes / _LEAST_BYTES_PER_SECOND
         with _explained(uid, stub, timeout):
             async with getattr(stub, method)() as call:
-                async with asyncio.timeout(until_sent):
-                    await call.send(request)
-                    await send_tensors(call, [*tensors], codecs_of(tensors, schema), end=True)
-                return (await receive_tensors(call, MAX_ANSWER_BYTES, timeout))[0]
+                await call.send(request)
+                sending = asyncio.ensure_future(send_tensors(call, [*tensors], codecs_of(tensors, schema), end=True))
+                receiving = asyncio.ensure_future(receive_tensors(call, MAX_ANSWER_BYTES, silence))
+                try:
+                    # A server that refuses the request says so before it has the tensors.
+                    await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+                    if not receiving.done():
+                        await sending
+                    return (await receiving)[0]
+                finally:
+                    await cancel_and_wait(sending, receiving)
 
     try:
         answer = await attempt()

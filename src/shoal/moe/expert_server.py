@@ -1,4 +1,4 @@
-"""A server: experts, the thread that computes them, and what lets other peers find and call them."""
+"""A server: its experts, the thread that computes, and everything that lets other peers find and call them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shoal.serving.task_pool import JobPool
 
 logger = logging.getLogger(__name__)
 
-# Uids that are drawn for each expert before a server makes do with fewer experts. Chosen.
+# Uids drawn per expert before the server accepts fewer experts. Chosen.
 ATTEMPTS_PER_EXPERT = 10
 _BLOCK = re.compile(r"\[(\d+):(\d+)\]")
 
@@ -41,11 +41,11 @@ class Server(threading.Thread):
     """Runs experts for other peers. One thread computes; the network is in the background loop of the process.
 
     Args:
-        dht: a DHT of this peer. The server starts it if necessary, and shuts it down at its own end.
+        dht: this peer's DHT. The server starts it if necessary, and shuts it down at its own shutdown.
         module_backends: the experts by uid.
         num_connection_handlers: accepted for compatibility: one handler serves all calls.
         update_period: seconds from one declaration in the DHT to the next, and from one checkpoint to the next.
-        expiration: seconds for which a declaration holds; default: twice the period.
+        expiration: seconds until a declaration expires; default: twice the period.
         start: start now, and wait until others can call the experts.
         checkpoint_dir: an existing folder for checkpoints; ``None``: no checkpoints.
         limits: what others may ask for.
@@ -81,7 +81,7 @@ class Server(threading.Thread):
         self._failure: BaseException | None = None
         self._has_settled = threading.Event()
         self._ending = threading.RLock()
-        self._is_shut_down = False
+        self._is_shut_down = self._spares_dht = False
         if start:
             self.run_in_background(await_ready=True)
 
@@ -92,7 +92,7 @@ class Server(threading.Thread):
         """Start the server.
 
         Raises:
-            TimeoutError: others could not call it in time; it goes on trying.
+            TimeoutError: the server was not ready in time; it continues to start.
         """
         self.start()
         if not await_ready:
@@ -103,8 +103,9 @@ class Server(threading.Thread):
             raise self._failure
 
     def run(self) -> None:
+        was_alive = self.dht.is_alive()
         try:
-            if not self.dht.is_alive():
+            if not was_alive:
                 self.dht.run_in_background(await_ready=True)
             self.runtime.move_modules()
             for handler in self.conn_handlers:
@@ -120,6 +121,8 @@ class Server(threading.Thread):
             self._failure = e
             if self.ready.is_set():
                 logger.exception("the server of experts ends")
+            else:
+                self._spares_dht = was_alive  # others may use it
         finally:
             self.shutdown()
             self._has_settled.set()
@@ -146,7 +149,8 @@ class Server(threading.Thread):
             self.runtime.shutdown()
             if self.checkpoint_saver is not None:
                 self.checkpoint_saver.shutdown()
-            self.dht.shutdown()
+            if not self._spares_dht:
+                self.dht.shutdown()
 
     # --- making -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class Server(threading.Thread):
                 ``num_training_steps``.
             clip_grad_norm: the largest norm of the gradients of an expert.
             num_handlers: accepted for compatibility.
-            min_batch_size: a batch waits until it has as many rows, at most ``batch_timeout`` seconds.
+            min_batch_size: a batch waits until it has this many rows, at most ``batch_timeout`` seconds.
             max_batch_size: the most rows of a batch.
             device: default: CUDA if there is any.
             initial_peers: as for :class:`~shoal.DHT`.
@@ -217,7 +221,7 @@ class Server(threading.Thread):
             AssertionError: both a number and uids are given, or none, or there is no such class.
             ValueError: options that contradict each other.
         """
-        # Those that both functions have under one name.
+        # The options that both functions have.
         options: dict[str, Any] = {name: each for name, each in locals().items() if name in _BACKEND_OPTIONS}
         if custom_module_path is not None:
             layers.add_custom_models_from_file(custom_module_path)
@@ -329,7 +333,7 @@ def _generate_uids(
     *,
     known: Sequence[ExpertUID] = (),
 ) -> list[ExpertUID]:
-    """Find uids that no other peer has declared.
+    """Choose uids that no other peer has declared.
 
     Args:
         expert_pattern: as for :meth:`Server.create`.

@@ -7,7 +7,7 @@ A request is an :class:`ExpertRequest` and a list of tensors; the answer is a li
     rpc_info       (no tensors)                  ─►  ExpertSchemas
 
 Inputs are flat: positional ones, then keyword ones by sorted name, as :func:`~shoal.base.extras.nested_flatten` has
-them. There is one gradient for each output, also for integers, where any tensor of as many rows will do.
+them. There is one gradient for each output: zeros of the same type for integers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Schema = Sequence[BatchTensorDescriptor]
 
 
 class ExpertRequest(Header):
-    """What is asked of which expert; tensors follow."""
+    """Asks an expert for something; tensors follow."""
 
     uid: Annotated[str, Meta(max_length=1024)]
     call_id: Annotated[bytes, Meta(max_length=32)] = b""
-    """Random. A backward pass that is asked for again with the same id is answered again, and trains once."""
+    """Random. A backward pass that is repeated with the same id is answered again, but trains only once."""
     nbytes: Count = 0
     """The memory that the tensors take: the sum of their ``nbytes``."""
 
@@ -73,9 +73,9 @@ class ExpertLimits:
     bytes: int = 2**32
     """The most memory of all requests at the same time."""
     seconds: float = 300.0
-    """How long a request may wait and be computed."""
+    """How long a request may take, including its time in the queue."""
     silence: float = 30.0
-    """How long a caller may be silent while its tensors are on their way."""
+    """How long a caller may be silent while it sends tensors."""
     remembered: int = 4096
     """Backward passes that are known to be done."""
     remembered_bytes: int = 2**28
@@ -92,7 +92,7 @@ def codecs_of(tensors: Tensors, schema: Schema) -> CodecFor:
 
 
 def check_tensors(what: str, tensors: Tensors, schema: Schema) -> None:
-    """Check number, types and dimensions of tensors, and that all have equally many rows.
+    """Check number, types and dimensions of tensors, and that all have the same number of rows.
 
     The sizes of other dimensions may differ from the schema, such as the length of a sequence: only the module knows.
 
@@ -102,8 +102,7 @@ def check_tensors(what: str, tensors: Tensors, schema: Schema) -> None:
     if len(tensors) != len(schema):
         raise ValueError(f"{what}: {len(schema)} tensors expected, got {len(tensors)}")
     for number, (tensor, expected) in enumerate(zip(tensors, schema, strict=True)):
-        is_fit = tensor.dtype == expected.dtype or not expected.dtype.is_floating_point
-        if tensor.ndim != len(expected.size) or not is_fit:
+        if tensor.ndim != len(expected.size) or tensor.dtype != expected.dtype:
             raise ValueError(f"{what}: tensor {number} must be {_described(expected)}, got {_described(tensor)}")
     if len({len(tensor) for tensor in tensors}) > 1:
         raise ValueError(f"{what}: the tensors have different numbers of rows: {[len(tensor) for tensor in tensors]}")
@@ -120,7 +119,7 @@ def unusual_shapes(tensors: Tensors, schema: Schema) -> str:
     return "; ".join(f"got a tensor of shape {got} where {expected} is usual" for got, expected in unusual)
 
 
-Identity = tuple[PeerID, bytes]
+CallKey = tuple[PeerID, bytes]
 """The caller, and the id that it has given to a call."""
 
 
@@ -132,20 +131,20 @@ class _Pass(NamedTuple):
 
 
 class _Passes:
-    """Backward passes by identity, so that none trains twice because its answer was lost.
+    """Backward passes by identity, so that none trains twice when its answer is lost.
 
     Args:
-        most: how many are remembered, and then as many without their results.
+        most: how many passes are remembered, and how many more without their results.
         most_bytes: memory of the results. The oldest are dropped first.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes, self._nbytes = most, most_bytes, 0
-        self._passes: dict[Identity, _Pass] = {}
-        self._dropped: Bounded[Identity, None] = Bounded(most)
-        self._waiting: Counter[Identity] = Counter()
+        self._passes: dict[CallKey, _Pass] = {}
+        self._dropped: Bounded[CallKey, None] = Bounded(most)
+        self._waiting: Counter[CallKey] = Counter()
 
-    async def run(self, key: Identity, pool: TaskPool, tensors: Tensors) -> Outputs:
+    async def run(self, key: CallKey, pool: TaskPool, tensors: Tensors) -> Outputs:
         """The result of a pass, which is begun unless it has been before."""
         if not key[1]:
             return await pool.submit_task(*tensors)
@@ -163,7 +162,7 @@ class _Passes:
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                # One that has begun goes on: its caller may ask again.
+                # A pass that has begun continues: its caller may ask again.
                 if result.cancel() or (result.done() and result.exception() is not None):
                     self._forget(key)
 
@@ -175,7 +174,7 @@ class _Passes:
             self._forget(oldest)
             self._dropped[oldest] = None
 
-    def _forget(self, key: Identity) -> None:
+    def _forget(self, key: CallKey) -> None:
         if key in self._passes:
             self._nbytes -= self._passes.pop(key).nbytes
 
@@ -267,7 +266,7 @@ class ExpertService(ServicerBase):
 
     @contextlib.contextmanager
     def _explained(self, uid: str, tensors: Tensors, schema: Schema) -> Iterator[None]:
-        """Say more about what goes wrong in the computing thread."""
+        """Add details to errors of the computing thread."""
         try:
             yield
         except TimeoutError:

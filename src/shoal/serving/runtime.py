@@ -37,7 +37,7 @@ class Runtime(threading.Thread):
         module_backends: whose pools are served, by name.
         prefetch_batches: accepted for compatibility, like ``sender_threads``.
         device: modules and batches are moved there; ``None``: they stay.
-        stats_report_interval: log statistics as often, in seconds; ``None``: never.
+        stats_report_interval: seconds between two logs of statistics; ``None``: no statistics.
         pools: further pools.
     """
 
@@ -129,7 +129,7 @@ class Runtime(threading.Thread):
 
 
 class StatsReporter(threading.Thread):
-    """Logs at regular intervals what was computed.
+    """Periodically logs what was computed.
 
     Args:
         report_interval: in seconds.

@@ -1,4 +1,4 @@
-"""Work that waits for a computing thread, which :class:`~shoal.serving.runtime.Runtime` has.
+"""Work that waits for the computing thread of a :class:`~shoal.serving.runtime.Runtime`.
 
 A :class:`TaskPool` merges requests of several callers into batches, a :class:`JobPool` runs functions one by one.
 Both can be used from any thread and loop: the futures that they return can be awaited, and cancelling one takes it out
@@ -34,7 +34,7 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class FinalError(RuntimeError):
-    """Why a batch has failed that cannot be tried again, because a part of its effects has taken place."""
+    """A batch failed after it had taken effect, so its requests cannot be tried again."""
 
 
 class TaskPoolBase(ABC):
@@ -124,18 +124,18 @@ class TaskPool(TaskPoolBase):
     A batch that fails is tried again request by request, so that one bad request harms no other.
 
     Args:
-        process_func: computes a batch: takes tensors, and returns a tuple of tensors with as many rows.
+        process_func: computes a batch: takes tensors, and returns a tuple of tensors with the same number of rows.
         max_batch_size: the most rows of a batch, and so of a request.
         name: shown in logs and statistics.
-        min_batch_size: a batch waits until it has as many rows.
-        timeout: but not longer than this many seconds; ``None``: until they have come.
+        min_batch_size: a batch waits until it has this many rows,
+        timeout: or for this many seconds; ``None``: without a limit.
         pool_size: the most requests that wait; ``None``: any number.
         prefetch_batches: accepted for compatibility, like ``daemon`` and ``start``: a pool has no process of its own.
     """
 
     priority: float = 1.0
-    """At first, it is 1. After a batch it is the time when the last request of the batch came, so that the pool that
-    has waited for longest is next. It can be set."""
+    """1 at first; after a batch, the arrival time of its last request, so that the pool that has waited longest is
+    next. It can be set."""
 
     def __init__(
         self,
@@ -176,7 +176,9 @@ class TaskPool(TaskPoolBase):
     def _mistake(self, args: Sequence[torch.Tensor]) -> ValueError | None:
         sizes = {len(each) if each.ndim else 0 for each in args}
         if len(sizes) != 1 or sizes == {0}:
-            return ValueError(f"{self.name}: a batch must have at least one row, and each tensor as many: got {sizes}")
+            return ValueError(
+                f"{self.name}: a batch needs at least one row, and the same number in each tensor: got {sizes}"
+            )
         if max(sizes) > self.max_batch_size:
             return ValueError(
                 f"{self.name}: a batch of {max(sizes)} rows is too large: allowed are {self.max_batch_size}"

@@ -67,9 +67,6 @@ class StageTask(NamedTuple):
         return self.driver, self.sequence
 
 
-Task = StageTask
-
-
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 # Held while torch's generators, which all threads share, have the seed of a microbatch.

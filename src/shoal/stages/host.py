@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from statistics import median_low
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ from shoal.net.memory import Piece, PipeEnd
 from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
-from shoal.stages.compute import Task
+from shoal.stages.compute import StageTask
 from shoal.stages.directory import StageNumber, StageRecord
 from shoal.stages.hop import (
     CALL_FAILURES,
@@ -52,7 +53,7 @@ from shoal.stages.hop import (
     lively,
     tensors_of,
 )
-from shoal.stages.steps import StageNorms
+from shoal.stages.steps import MOST_STEPS, StageNorms
 from shoal.stages.work import Acceptance, Door, MicrobatchID, Phase, Work, Works
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,12 @@ T = TypeVar("T")
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
 # A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
-SECONDS_OF_WORK = 2.0
+SECONDS_OF_WORK = 0.5
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
-# The pause before all peers of a stage are asked again for a norm, in seconds (chosen).
-NORM_PAUSE = 0.2
+# How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
+# are asked again, in seconds (chosen).
+NORM_TIMEOUT, NORM_PAUSE = 5.0, 0.2
 # The weight of the newest microbatch in the pace of this peer (chosen).
 ALPHA = 0.1
 
@@ -77,11 +79,11 @@ class Arithmetic(Protocol):
     def epoch(self) -> int:
         """The step whose parameters it has."""
 
-    async def forward(self, task: Task, inputs: Any, extras: dict[str, Any]) -> Any:
+    async def forward(self, task: StageTask, inputs: Any, extras: dict[str, Any]) -> Any:
         """The outputs."""
 
     async def losses(
-        self, task: Task, inputs: Any, labels: Any, extras: dict[str, Any]
+        self, task: StageTask, inputs: Any, labels: Any, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Of the last stage: one loss for each sample, and the gradients of the inputs. The samples count.
 
@@ -89,14 +91,17 @@ class Arithmetic(Protocol):
             MicrobatchNotFiniteError: a loss is not finite, and nothing has counted.
         """
 
-    async def backward(self, task: Task, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    async def backward(self, task: StageTask, output_grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the inputs. The samples count."""
 
-    def forget(self, task: Task) -> None:
+    def forget(self, task: StageTask) -> None:
         """Nothing more will be asked of this microbatch."""
 
     async def make_step(self) -> int:
         """Make the step with the holders of this stage, and return the new epoch."""
+
+    async def go_to(self, step: int) -> None:
+        """Take the label of a step without making those before it, because nobody has the state of this stage."""
 
     async def until_over(self) -> None:
         """Wait until another holder of this stage makes the step of this epoch, or has made it."""
@@ -107,7 +112,7 @@ class RunningWork:
 
     def __init__(self, work: Work, request: Request) -> None:
         self.work, self.request = work, request
-        self.task = Task(
+        self.task = StageTask(
             request.driver, request.sequence, request.step, request.seed, request.samples, trains=request.trains
         )
         self.running: asyncio.Task[None] | None = None
@@ -159,9 +164,12 @@ class StageHost:
 
     Args:
         stage: its number.
+        me: this peer.
+        peers: knows which peers hold the stages around this one.
         compute: does the arithmetic.
         works: the table of works, with its bounds.
         next_hop: the way to the next stage; ``None`` at the last one.
+        norms: those of the gradients of all stages, if they are clipped.
         max_staleness: see :class:`~shoal.stages.work.Door`; ``None`` = synchronous.
         codec: of the gradients that are sent back.
         max_bytes: the most memory of the tensors of a microbatch.
@@ -170,16 +178,20 @@ class StageHost:
     def __init__(
         self,
         stage: int,
+        me: PeerID,
+        peers: Peers,
         compute: Arithmetic,
         works: Works,
         next_hop: Hop | None,
         patience: Patience,
         *,
+        norms: StageNorms | None = None,
         max_staleness: int | None = None,
         codec: CompressionBase = EXACT,
         max_bytes: int = 2**32,
     ) -> None:
-        self.stage, self.compute, self.works, self.next_hop = stage, compute, works, next_hop
+        self.stage, self.compute, self.works, self.next_hop, self.norms = stage, compute, works, next_hop, norms
+        self._me, self._peers = me, peers
         self.epoch = compute.epoch
         """The step whose microbatches it computes: the last one that has been made completely."""
         self.is_leaving = False
@@ -220,10 +232,10 @@ class StageHost:
         self._tasks.spawn(self._follow())
 
     async def drain(self, seconds: float) -> None:
-        """Accept nothing new, and wait until nothing is under way, but no longer than this."""
+        """Accept nothing new, and wait until nobody waits for anything, but no longer than this."""
         self.is_leaving = True
         until = self._now() + seconds
-        while len(self.works) and self._now() < until:
+        while any(work.callers for work in self.works) and self._now() < until:
             await wait_at_most(self.changes.next, until - self._now())
 
     async def close(self) -> None:
@@ -261,12 +273,6 @@ class StageHost:
         door = Door(self.epoch, self._closed, self._max_staleness)
         code, work = self.works.ask(identity, request.step, request.trains, door)
         if code is Acceptance.BEHIND:
-            if not self.epoch:
-                self._warn_seldom(
-                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: the other stages are at step %d, and no peer has "
-                    "the state of this one",
-                    *(self.stage, request.step),
-                )
             self.close_step(request.step - 1)  # making the steps between brings this peer to the others
         if work is None:
             return code, None
@@ -389,6 +395,7 @@ class StageHost:
         del inputs
         onward, outputs = Cargo(outputs, labels, rest), None
         result = await passage.through(onward)
+        del onward
         if task.trains:
             works.advance(way.work, Phase.BACKWARD)
             backward = self.compute.backward(task, result.grads)
@@ -445,16 +452,38 @@ class StageHost:
         while self.epoch <= self._closed:
             if self.is_synchronous:
                 await self._finish_works(self.epoch)
-            before = self.epoch
+            before, lost_at = self.epoch, self._lost_at()
             try:
-                await self.compute.make_step()
+                if lost_at > before + 1:
+                    await self._begin_anew(lost_at)
+                else:
+                    await self.compute.make_step()
             except Exception as e:
                 self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
                 logger.debug("traceback of the step", exc_info=e)
             self.epoch = self.compute.epoch
+            if self.norms is not None:  # without synchronous steps, the last one may still be under way
+                self.norms.settle(self.epoch - (1 if self.is_synchronous else 2))
             self.changes.note()
             if self.epoch == before:
                 await asyncio.sleep(STEP_PAUSE)
+
+    def _lost_at(self) -> int:
+        """The step at which the stages around this one are, if no peer has a later state of this one; otherwise 0."""
+        others = [record for peer, record in self._peers.peers_of(self.stage).items() if peer != self._me]
+        if any(record.epoch > self.epoch for record in others):
+            return 0
+        around = [*self._peers.peers_of(self.stage + 1).values(), *self._peers.peers_of(self.stage - 1).values()]
+        return min(self._closed + 1, median_low([record.epoch for record in around])) if around else 0
+
+    async def _begin_anew(self, step: int) -> None:
+        if not self.epoch:
+            self._warn_seldom(
+                "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: the other stages are at step %d, and no peer has the "
+                "state of this one",
+                *(self.stage, step),
+            )
+        await self.compute.go_to(step)
 
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""
@@ -507,8 +536,6 @@ class StageService(ServicerBase):
     def __init__(self, p2p: P2P, run_id: str, peers: Peers) -> None:
         self.p2p, self.run_id, self._peers = p2p, run_id, peers
         self.hosts: dict[int, StageHost] = {}
-        self.norms: dict[int, StageNorms] = {}
-        """Of the stages of this peer that clip their gradients."""
         self._tasks = BackgroundTasks(logger, f"the stages of run {run_id!r}")
 
     async def start(self) -> None:
@@ -549,9 +576,12 @@ class StageService(ServicerBase):
         return Norm(value=await self._own_norm(request))
 
     async def _own_norm(self, request: NormRequest) -> float:
-        self._host_of(request.stage).close_step(request.step)
+        host = self._host_of(request.stage)
+        if not host.epoch - MOST_STEPS <= request.step <= host.epoch + 1:
+            raise BusyError(f"stage {request.stage} is at step {host.epoch} here")
+        host.close_step(request.step)
         # A stage without trained parameters has no norm.
-        return await self.norms[request.stage].own(request.step) if request.stage in self.norms else 0.0
+        return 0.0 if host.norms is None else await host.norms.own(request.step)
 
     async def ask_norm(self, stage: int, step: int) -> float:
         """Ask a peer of another stage for the norm of its gradients, until one answers."""
@@ -561,7 +591,7 @@ class StageService(ServicerBase):
             for peer in self.p2p.rng.sample(peers, len(peers)):
                 with suppress(*CALL_FAILURES):
                     stub = StageService.get_stub(self.p2p, peer, namespace=self.run_id)
-                    answer: Norm = await stub.rpc_norm(request)
+                    answer: Norm = await stub.rpc_norm(request, timeout=NORM_TIMEOUT)
                     return answer.value
             self._peers.hasten(stage)
             await asyncio.sleep(NORM_PAUSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -21,20 +22,21 @@ from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
+from shoal.errors import ReactorError
 from shoal.optim.options import check_run_id
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.serving.tensors import EXACT
+from shoal.serving.tensors import EXACT, form_of
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageCompute
 from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
 from shoal.stages.hop import Hop, Patience, tensors_of
 from shoal.stages.host import StageHost, StageService
-from shoal.stages.placement import stage_for_newcomer
+from shoal.stages.moving import take_place
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from shoal.stages.work import Works
 
@@ -48,8 +50,6 @@ logger = logging.getLogger(__name__)
 PLACES = MOST_IN_FLIGHT = 20
 # Seconds between two looks at what to declare of the own stages (chosen).
 DECLARE_SECONDS = 2.0
-# How often a newcomer chooses a stage, because others may choose the same one, and the seconds in between (chosen).
-MAX_CHOICES, CHOICE_SECONDS = 4, 0.5
 # Seconds that a stage waits for the norms of others when it clips (chosen: as long as averaging may take).
 NORM_SECONDS = 60.0
 
@@ -317,17 +317,22 @@ class StagedModel(Facade):
 
     def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
         waiting: deque[AwaitableFuture[Brought | None]] = deque()
+        # If the caller stops early, what is on its way still comes through: stages count it all or not at all.
+        for each in microbatches:
+            waiting.append(self._submit(*_parsed(each), trains=trains))
+            # One that takes long holds up the losses of those after it, but not them.
+            while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
+                yield from self._losses_of(waiting.popleft())
+        while waiting:
+            yield from self._losses_of(waiting.popleft())
+
+    def _losses_of(self, future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
         try:
-            for each in microbatches:
-                waiting.append(self._submit(*_parsed(each), trains=trains))
-                # One that takes long holds up the losses of those after it, but not them.
-                while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
-                    yield from _losses_of(waiting.popleft())
-            while waiting:
-                yield from _losses_of(waiting.popleft())
-        finally:
-            for future in waiting:
-                future.cancel()
+            brought = future.result()
+        except concurrent.futures.CancelledError:
+            raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+        if brought is not None:
+            yield brought.losses
 
     def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
         assert self._driver is not None
@@ -406,22 +411,10 @@ class _Network:
     # --- stages -------------------------------------------------------------------------------------------------------
 
     async def choose_stage(self) -> int:
-        """Take a stage where one more peer is needed most, and declare that."""
-        since, chosen = get_dht_time(), -1
-        for _ in range(MAX_CHOICES):
-            await self.directory.read_all()
-            stage = stage_for_newcomer(self.directory.all_peers(), self.p2p.peer_id, since)
-            if stage == chosen:
-                break
-            if chosen >= 0:
-                await self.directory.withdraw(chosen)
-            chosen = stage
-            record = StageRecord(stage=stage, epoch=0, rate=0.0, serves_auto=True, is_joining=True, since=since)
-            await self.directory.declare(record)
-            # Others that start at the same time see it, and this one sees them.
-            await asyncio.sleep(CHOICE_SECONDS * (1 + self.p2p.rng.random()))
-        self._auto.add(chosen)
-        return chosen
+        """Take a place where one more peer is needed most."""
+        stage = await take_place(self.directory, self.p2p.peer_id)
+        self._auto.add(stage)
+        return stage
 
     async def hold(self, number: int, module: torch.nn.Module, optimizer: Any, jobs: JobPool) -> None:
         """Begin to compute a stage for others, with the newest state."""
@@ -437,39 +430,43 @@ class _Network:
             inner_batch_size=None if optimizer is None else options.inner_batch_size,
         )
         self._computes.append(compute)
+        norms = None
         if options.clip_grad_norm is not None and optimizer is not None:
-            norms = self.service.norms[number] = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
+            norms = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
             clip_by_global_norm(optimizer, options.clip_grad_norm, norms.gather)
-        joins = StageRecord(stage=number, epoch=0, rate=0.0, is_joining=True, serves_auto=number in self._auto)
-        await self.directory.declare(joins)
+        is_auto = number in self._auto
+        if not is_auto:  # otherwise the place is taken
+            await self.directory.mark(number, is_joining=True, since=get_dht_time())
+            await self.directory.declare(StageRecord(stage=number, epoch=0, rate=0.0))
         await compute.join()
         host = StageHost(
             number,
+            self.p2p.peer_id,
+            self.directory,
             compute,
             Works(PLACES, options.keep_outputs, options.patience.microbatch_timeout),
             None if number + 1 == self.count else self._hop_to(number + 1),
             options.patience,
+            norms=norms,
             max_staleness=options.max_staleness,
             codec=EXACT if number == 0 else options.gradient_compression[number - 1],
         )
         host.start()
         self.service.hosts[number] = host
-        await self._declare(host)
+        await self.directory.mark(number, serves_auto=is_auto, since=get_dht_time())
+        await self.directory.declare(host.record())
         self._watch()
 
     def _watch(self) -> None:
         """Know the peers to which this one sends, and those that it tells about steps."""
-        everything = range(self.count) if self._steps is not None or self.options.clip_grad_norm is not None else ()
-        held = self.service.hosts
-        self.directory.watch({*everything, *held, *(stage + 1 for stage in held if stage + 1 < self.count)})
-
-    async def _declare(self, host: StageHost) -> None:
-        await self.directory.declare(host.record(serves_auto=host.stage in self._auto))
+        is_everywhere = self._steps is not None or self.options.clip_grad_norm is not None
+        around = {number + side for number in self.service.hosts for side in (-1, 0, 1)}
+        self.directory.watch([each for each in range(self.count) if is_everywhere or each in around])
 
     async def _keep_declaring(self) -> None:
         while True:
             for host in [*self.service.hosts.values()]:
-                await self._declare(host)
+                await self.directory.declare(host.record())
             await asyncio.sleep(DECLARE_SECONDS)
 
     # --- driving ------------------------------------------------------------------------------------------------------
@@ -516,12 +513,6 @@ class _Through(torch.autograd.Function):
         return None, None, *(each if each is None else each * scale for each in ctx.grads)
 
 
-def _losses_of(future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
-    brought = future.result()
-    if brought is not None:
-        yield brought.losses
-
-
 def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
     """The inputs, the labels and the extras of a microbatch.
 
@@ -531,6 +522,7 @@ def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str,
     if not isinstance(microbatch, tuple | list) or len(microbatch) not in (2, 3):
         raise TypeError(f"a microbatch must be (inputs, labels) or (inputs, labels, extras), got {type(microbatch)}")
     inputs, labels, extras = (*microbatch, None)[:3]
+    form_of([inputs, labels, *(dict(each) for each in (extras or {}).values())])  # raises if it cannot be sent
     tensors = tensors_of(inputs)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("the first tensor of the inputs must have the samples of a microbatch as its first dimension")

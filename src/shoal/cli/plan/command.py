@@ -254,8 +254,8 @@ def show(
     say(reason(found, best))
     if better is not None and best is not None:
         option, after = better
-        how = " (LowRankBoundary)" if option.startswith("--boundary") else ""
-        say(f"With {option}{how}: {after.name} would compute {percent(after.share)} of the time.")
+        how = " (LowRankBoundary, which costs loss)" if option.startswith("--boundary") else ""
+        say(f"With {option}{how}: {after.name}, computing {percent(after.share)}.")
     print()
     say("Measured:", *MEASURED)
     say("Assumed:", *ASSUMED)
