@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -50,7 +51,7 @@ def crew_of(
     hosts: Sequence[Any] = (),
     **further: Any,
 ) -> Iterator[Crew]:
-    """Peers that hold these stages; each has joined the first one, after those before it."""
+    """Peers that hold these stages; each has joined the first one."""
     arguments = {
         "holds": json.dumps(holds),
         "sizes": json.dumps(sizes),
@@ -60,11 +61,13 @@ def crew_of(
     }
     with Crew("stages_peer.py", library, len(holds), hosts, **arguments) as crew:
         [addresses] = crew.ask("open", to=crew.processes[:1])
-        for process, stage in zip(crew.processes, holds, strict=True):
-            if stage in (LIKE_FIRST, UNLIKE_FIRST):
-                [[first]] = crew.ask("held", to=crew.processes[:1])
-                stage = first if stage == LIKE_FIRST else 1 - first
-            crew.ask("join", addresses, stage, to=[process])
+        first, *others = crew.processes
+        crew.ask("join", addresses, holds[0], to=[first])
+        [held] = crew.ask("held", to=[first]) if LIKE_FIRST in holds else [[]]
+        for process, stage in zip(others, holds[1:], strict=True):
+            instead = {LIKE_FIRST: held, UNLIKE_FIRST: [1 - each for each in held]}.get(stage, [stage])
+            crew.tell("join", addresses, *instead, to=[process])
+        crew.answers_of(others)
         yield crew
 
 
@@ -141,9 +144,11 @@ def measure_rebalancing(args: argparse.Namespace) -> Figures:
     # The first one finds no other peer. The stage that it takes becomes the rich one.
     holds = ["auto", *[LIKE_FIRST] * 3, UNLIKE_FIRST, None]
     with crew_of("shoal", holds, [size] * 2, args, options=options) as crew:
-        mover, *_, driver = crew.processes
-        [[rich]] = crew.ask("held", to=[mover])
+        mover, other, *_, driver = crew.processes
+        [[rich]] = crew.ask("held", to=[other])
         complete = time.monotonic()
+        if crew.ask("held", to=[mover]) != [[rich]]:
+            sys.exit("it moved before all others were there: give a longer --period")
         crew.tell("drive", None, args.period + 2 * args.window, to=[driver])
         while crew.ask("held", to=[mover]) == [[rich]] and time.monotonic() - complete < args.period + args.window:
             time.sleep(0.1)
@@ -192,7 +197,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=8, help="microbatches that are under way at a time")
     parser.add_argument("--milliseconds", type=float, default=50, help="of computing for a stage and a microbatch")
     parser.add_argument("--wait", type=float, default=0.2, help="seconds of a stage that does not compute")
-    parser.add_argument("--period", type=float, default=30, help="seconds between two looks at the stages")
+    parser.add_argument("--period", type=float, default=60, help="seconds between two looks at the stages")
     parser.add_argument("--window", type=float, default=20, help="seconds in which the throughput is looked at")
     parser.add_argument("--settle", type=float, default=3, help="seconds after the move that do not count")
     parser.add_argument("--layers", type=int, default=32, help="of the stages whose memory is measured")
