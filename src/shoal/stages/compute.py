@@ -580,8 +580,7 @@ class StageCompute:
                 await self._in_thread(
                     functools.partial(tracker.fetched_global_progress_this_epoch.wait, FIRST_LOOK_SECONDS)
                 )
-                if tracker.exchange is not None:
-                    await tracker.exchange.ask_all(FIRST_LOOK_SECONDS)
+                await self._in_thread(functools.partial(tracker.ask_others, FIRST_LOOK_SECONDS))
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 
