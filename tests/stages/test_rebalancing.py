@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.stages import directory, moving, placement
+from shoal.stages import directory, model, moving, placement
 from shoal.stages.compute import StageCompute
 from shoal.stages.host import Pace
 from tests.optim.conftest import over_sockets, wait_until
@@ -29,6 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (directory, "LOOK_SECONDS", 0.5),
         (directory, "RENEWAL_SECONDS", 0.5),
         (directory, "LIFETIME", 3.0),
+        (model, "DECLARE_SECONDS", 0.2),
         (moving, "PAUSE_OF_NEWCOMER", 0.1),
         (moving, "PAUSE_OF_MOVER", 0.5),
     ):

@@ -32,7 +32,7 @@ from shoal.base.tasks import await_cancelled
 from shoal.errors import MicrobatchError, MicrobatchNotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
+from shoal.optim.progress.exchange import HOLDERS_READ_AT_START, INTRODUCTION_TIMEOUT
 from shoal.serving.task_pool import JobPool
 from shoal.serving.tensors import form_of, with_form
 from shoal.stages.steps import DeclaredEnd, StageOptimizer
@@ -574,14 +574,11 @@ class StageCompute:
             SettingsMismatch: this peer's settings are not those of the run.
         """
         if self.optimizer is not None:
-            tracker = self.optimizer.tracker
             async with self._alone():
                 # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
-                await self._in_thread(
-                    functools.partial(tracker.fetched_global_progress_this_epoch.wait, FIRST_LOOK_SECONDS)
-                )
-                if tracker.exchange is not None:
-                    await tracker.exchange.ask_all(FIRST_LOOK_SECONDS)
+                if (exchange := self.optimizer.tracker.exchange) is not None:
+                    await exchange.fetch(HOLDERS_READ_AT_START)
+                    await exchange.ask_all(INTRODUCTION_TIMEOUT)
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 
