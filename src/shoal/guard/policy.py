@@ -431,7 +431,7 @@ class Members:
         return self._epoch_of_run(self._voters(companions, now), own, now) > own
 
     def _voters(self, companions: Mapping[bytes, PeerT], now: float) -> dict[bytes, PeerT]:
-        """The peers whose epochs decide the epoch of the run. Donors may have an old state: they count if nobody trains."""
+        """The peers whose epochs decide that of the run. Donors, whose state may be old, count if nobody trains."""
         voters = {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
         return {p: c for p, c in voters.items() if not c.record.is_donor} or voters
 

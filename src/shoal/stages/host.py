@@ -201,6 +201,8 @@ class StageHost:
         self._ways: dict[MicrobatchID, RunningWork] = {}
         self._closed = -1
         self._pace = Pace()
+        works.is_last = next_hop is None
+        self._bound_waiting()
         # Noted when a work is over, and when a step is made.
         self.changes = Changes()
         self._tasks = BackgroundTasks(logger, f"stage {stage}")
@@ -404,7 +406,11 @@ class StageHost:
         try:
             return await self._pace.measure(computing, is_last=is_last)
         finally:
-            self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
+            self._bound_waiting()
+
+    def _bound_waiting(self) -> None:
+        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow."""
+        self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
 
     async def _pass_door(self, way: RunningWork) -> None:
         """Wait until the step of a microbatch has begun here.

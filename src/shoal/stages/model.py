@@ -391,7 +391,8 @@ class StagedModel(Facade):
 
         leaves = [each for each in tensors_of(inputs) if each.requires_grad]
         needed = [each.requires_grad for each in tensors_of(inputs)]
-        losses: torch.Tensor = _Through.apply(send, needed, *leaves)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), device="cpu", requires_grad=True)  # inputs may be integers: losses need a graph anyway
+        losses: torch.Tensor = _Through.apply(send, needed, anchor, *leaves)  # type: ignore[no-untyped-call]
         return losses
 
     def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
@@ -616,7 +617,7 @@ class _Through(torch.autograd.Function):
         if not torch.equal(grad, grad[:1].expand_as(grad)):
             raise ValueError("the stages have used the mean of the losses: call losses.mean().backward()")
         scale = float(grad.sum())
-        return None, None, *(each if each is None else each * scale for each in ctx.grads)
+        return None, None, None, *(each if each is None else each * scale for each in ctx.grads)
 
 
 def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
