@@ -32,7 +32,7 @@ from shoal.base.tasks import await_cancelled
 from shoal.errors import MicrobatchError, MicrobatchNotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.progress.exchange import HOLDERS_READ_AT_START, INTRODUCTION_TIMEOUT
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 from shoal.serving.task_pool import JobPool
 from shoal.serving.tensors import form_of, with_form
 from shoal.stages.steps import DeclaredEnd, StageOptimizer
@@ -576,9 +576,8 @@ class StageCompute:
         if self.optimizer is not None:
             async with self._alone():
                 # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
-                if (exchange := self.optimizer.tracker.exchange) is not None:
-                    await exchange.fetch(HOLDERS_READ_AT_START)
-                    await exchange.ask_all(INTRODUCTION_TIMEOUT)
+                ask = functools.partial(self.optimizer.tracker.ask_others, FIRST_LOOK_SECONDS, reads=True)
+                await self._in_thread(ask)
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 
