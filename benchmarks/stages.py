@@ -36,8 +36,6 @@ MOST_BESIDE = 2000
 """Bytes of the driver for a microbatch, beside tokens and labels."""
 LEAST_GAIN = 1.7
 MOST_MEMORY = 64e6
-LIKE_FIRST, UNLIKE_FIRST = "as the first", "not as the first"
-"""Instead of the number of a stage: that of the first peer, or the other one."""
 Figures = dict[str, Any]
 
 
@@ -61,9 +59,6 @@ def crew_of(
     with Crew("stages_peer.py", library, len(holds), hosts, **arguments) as crew:
         [addresses] = crew.ask("open", to=crew.processes[:1])
         for process, stage in zip(crew.processes, holds, strict=True):
-            if stage in (LIKE_FIRST, UNLIKE_FIRST):
-                [[first]] = crew.ask("held", to=crew.processes[:1])
-                stage = first if stage == LIKE_FIRST else 1 - first
             crew.ask("join", addresses, stage, to=[process])
         yield crew
 
@@ -138,10 +133,9 @@ def measure_throughput(args: argparse.Namespace) -> Figures:
 def measure_rebalancing(args: argparse.Namespace) -> Figures:
     size = Size(length=8, width=32, hidden=8, seconds=args.wait)
     options = {**args.options, "rebalance_every": args.period}
-    # The first one finds no other peer. The stage that it takes becomes the rich one.
-    holds = ["auto", *[LIKE_FIRST] * 3, UNLIKE_FIRST, None]
-    with crew_of("shoal", holds, [size] * 2, args, options=options) as crew:
-        mover, *_, driver = crew.processes
+    # The second one finds that nobody holds stage 0, which becomes the rich one.
+    with crew_of("shoal", [1, "auto", 0, 0, 0, None], [size] * 2, args, options=options) as crew:
+        _, mover, *_, driver = crew.processes
         [[rich]] = crew.ask("held", to=[mover])
         complete = time.monotonic()
         crew.tell("drive", None, args.period + 2 * args.window, to=[driver])
