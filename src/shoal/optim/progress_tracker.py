@@ -384,7 +384,7 @@ class ProgressTracker(Facade):
                 self._wake(calls=True)
             return False
         if self.board.rests_on_guesses(get_dht_time()):
-            self._ask_others(min(patience, SECONDS_TO_ASK))
+            self.ask_others(min(patience, SECONDS_TO_ASK))
             return self.board.should_stop(get_dht_time(), patience)
         return True
 
@@ -398,8 +398,8 @@ class ProgressTracker(Facade):
         if exchange is not None and not self.board.introduced:
             self._run_in_loop(wait_at_most(exchange.introduced, FIRST_LOOK_SECONDS), 2 * FIRST_LOOK_SECONDS)
 
-    def _ask_others(self, seconds: float) -> None:
-        """Learn how far others are at this moment."""
+    def ask_others(self, seconds: float) -> None:
+        """Learn how far others are at this moment. It takes twice as many seconds at most."""
         exchange = self.exchange
         if exchange is not None:
             self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
