@@ -37,8 +37,6 @@ MOST_BESIDE = 2000
 """Bytes of the driver for a microbatch, beside tokens and labels."""
 LEAST_GAIN = 1.7
 MOST_MEMORY = 64e6
-LIKE_FIRST, UNLIKE_FIRST = "as the first", "not as the first"
-"""Instead of the number of a stage: that of the first peer, or the other one."""
 Figures = dict[str, Any]
 
 
@@ -61,13 +59,14 @@ def crew_of(
     }
     with Crew("stages_peer.py", library, len(holds), hosts, **arguments) as crew:
         [addresses] = crew.ask("open", to=crew.processes[:1])
-        first, *others = crew.processes
-        crew.ask("join", addresses, holds[0], to=[first])
-        [held] = crew.ask("held", to=[first]) if LIKE_FIRST in holds else [[]]
-        for process, stage in zip(others, holds[1:], strict=True):
-            instead = {LIKE_FIRST: held, UNLIKE_FIRST: [1 - each for each in held]}.get(stage, [stage])
-            crew.tell("join", addresses, *instead, to=[process])
-        crew.answers_of(others)
+        joining = []
+        for number, (process, stage) in enumerate(zip(crew.processes, holds, strict=True)):
+            crew.tell("join", addresses, stage, to=[process])
+            if number and stage != "auto":  # what this one takes depends on those before it, and not on those after it
+                joining.append(process)
+            else:
+                crew.answers_of([process])
+        crew.answers_of(joining)
         yield crew
 
 
@@ -141,14 +140,13 @@ def measure_throughput(args: argparse.Namespace) -> Figures:
 def measure_rebalancing(args: argparse.Namespace) -> Figures:
     size = Size(length=8, width=32, hidden=8, seconds=args.wait)
     options = {**args.options, "rebalance_every": args.period}
-    # The first one finds no other peer. The stage that it takes becomes the rich one.
-    holds = ["auto", *[LIKE_FIRST] * 3, UNLIKE_FIRST, None]
-    with crew_of("shoal", holds, [size] * 2, args, options=options) as crew:
-        mover, other, *_, driver = crew.processes
-        [[rich]] = crew.ask("held", to=[other])
-        complete = time.monotonic()
-        if crew.ask("held", to=[mover]) != [[rich]]:
+    # The second one finds that nobody holds stage 0, which becomes the rich one.
+    with crew_of("shoal", [1, "auto", None, 0, 0, 0], [size] * 2, args, options=options) as crew:
+        _, mover, driver, *_ = crew.processes
+        [[rich]] = crew.ask("held", to=[mover])
+        if rich != 0:
             sys.exit("it moved before all others were there: give a longer --period")
+        complete = time.monotonic()
         crew.tell("drive", None, args.period + 2 * args.window, to=[driver])
         while crew.ask("held", to=[mover]) == [[rich]] and time.monotonic() - complete < args.period + args.window:
             time.sleep(0.1)

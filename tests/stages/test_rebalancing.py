@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.stages import directory, moving, placement
+from shoal.stages import directory, model, moving, placement
 from shoal.stages.compute import StageCompute
 from shoal.stages.host import Pace
 from tests.optim.conftest import over_sockets, wait_until
@@ -29,6 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (directory, "LOOK_SECONDS", 0.5),
         (directory, "RENEWAL_SECONDS", 0.5),
         (directory, "LIFETIME", 3.0),
+        (model, "DECLARE_SECONDS", 0.2),
         (moving, "PAUSE_OF_NEWCOMER", 0.1),
         (moving, "PAUSE_OF_MOVER", 0.5),
     ):
@@ -40,7 +41,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_peer(closing: Any) -> Any:
     def make(dht: Any, stage: Any, factories: Any = FACTORIES, **options: Any) -> shoal.StagedModel:
         defaults = {"optimizer": SGD, "target_batch_size": 8 * SAMPLES, "backup_every": 2, "rebalance_every": 4.0}
-        more: Any = {**defaults, "optimizer_opts": {"matchmaking_time": 2.0}, "microbatch_timeout": 20.0, **options}
+        more: Any = {
+            **defaults,
+            "optimizer_opts": {"matchmaking_time": 2.0},
+            "request_timeout": 2.0,
+            "microbatch_timeout": 20.0,
+            **options,
+        }
         return closing(shoal.StagedModel(dht=dht, run_id="run", stages=factories, stage=stage, **more))
 
     return make
@@ -70,7 +77,7 @@ def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer
         losses.append(found.mean())
         if mover.held != [1 - rich]:
             moved = len(losses)
-        elif len(losses) > 100 + moved:
+        elif len(losses) > 60 + moved:
             break
     assert [peer.held for peer in peers] == [[1 - rich], *[[rich]] * 3, [1 - rich]]
     assert list(mover.modules) == [1 - rich]

@@ -574,14 +574,10 @@ class StageCompute:
             SettingsMismatch: this peer's settings are not those of the run.
         """
         if self.optimizer is not None:
-            tracker = self.optimizer.tracker
             async with self._alone():
                 # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
-                await self._in_thread(
-                    functools.partial(tracker.fetched_global_progress_this_epoch.wait, FIRST_LOOK_SECONDS)
-                )
-                if tracker.exchange is not None:
-                    await tracker.exchange.ask_all(FIRST_LOOK_SECONDS)
+                ask = functools.partial(self.optimizer.tracker.ask_others, FIRST_LOOK_SECONDS, reads=True)
+                await self._in_thread(ask)
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 
