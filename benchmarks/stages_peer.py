@@ -209,19 +209,18 @@ class PlainPeer(StagePeer):
         return []
 
     def join(self, addresses: list[str], hold: Any) -> None:
-        """Make some steps of one sample each, so that gradients and statistics are there."""
-        size = self.sizes[hold]
-        alone = Alone(hold, self.count, size._replace(rows=1))
+        """Train with some microbatches, so that gradients, statistics and what torch needs for a pass are there."""
+        alone = Alone(hold, self.count, self.sizes[hold])
         self.dht = self.shoal.DHT(start=True, **self.listen)
         self.optimizer = self.shoal.Optimizer(
             dht=self.dht,
             run_id="plain",
-            target_batch_size=1,
-            batch_size_per_step=1,
+            target_batch_size=self.step * self.sizes[hold].rows,
+            batch_size_per_step=self.sizes[hold].rows,
             optimizer=torch.optim.AdamW(alone.stage.parameters()),
         )
         alone.optimizer = self.optimizer
-        alone.compute(3, 1)
+        alone.compute(2 * self.step, 1)
         self.stage = alone.stage
 
     def close(self) -> None:
