@@ -108,6 +108,15 @@ def test_failed_backward_changes_nothing(value: float, error: str) -> None:
     assert module.second.grad is None
 
 
+def test_sparse_gradients() -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    numbers = BatchTensorDescriptor(dtype=torch.int64)
+    backend = ModuleBackend("e.0", module, args_schema=(numbers,), max_batch_size=4, optimizer=SGD(module.parameters()))
+    before = module.weight.detach().clone()
+    backend.backward(torch.tensor([1, 1]), torch.ones(2, 2))
+    assert (before - module.weight)[1].tolist() == pytest.approx([2, 2])
+
+
 def test_only_keyword_inputs() -> None:
     class Double(nn.Module):
         def forward(self, *, x: torch.Tensor) -> torch.Tensor:
@@ -274,3 +283,11 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert "there is no checkpoint of expert e.1" in caplog.text
     with pytest.raises(AssertionError, match="existing folder"):
         is_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [b"", b"cut off"])
+def test_unreadable_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    store_experts({"e.0": linear()}, tmp_path)
+    (tmp_path / "e.0" / LAST).write_bytes(content)
+    with pytest.raises(RuntimeError, match=rf"cannot load .*{LAST}.*an older checkpoint"):
+        load_experts({"e.0": linear()}, tmp_path)

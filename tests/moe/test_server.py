@@ -244,12 +244,12 @@ def test_caller_that_does_not_read_loses_its_answer() -> None:
             async with ExpertService.get_stub(node.p2p, server.dht.peer_id).rpc_forward() as call:
                 await call.send(ExpertRequest("e.0", nbytes=8))
                 await send_tensors(call, [torch.ones(1, 2)], end=True)
-                while held.total() != 2**26:
-                    await asyncio.sleep(0.01)
-                while held:
-                    await asyncio.sleep(0.01)
+                await asyncio.sleep(SOON)
 
-        caller.run_coroutine(read_nothing, return_future=True).result(SOON)
+        calling = caller.run_coroutine(read_nothing, return_future=True)
+        wait_for(lambda: held.total() == 2**26)
+        wait_for(lambda: not held)
+        calling.cancel()
 
 
 def test_private_run_admits_only_those_that_may_train() -> None:

@@ -126,7 +126,8 @@ class ModuleBackend:
         kept = [None if each.grad is None else each.grad.clone() for each in parameters]
         try:
             yield
-            if not all(each.grad.isfinite().all() for each in parameters if each.grad is not None):
+            grads = [each.grad for each in parameters if each.grad is not None]
+            if not all((each.coalesce().values() if each.is_sparse else each).isfinite().all() for each in grads):
                 raise ValueError("the gradients are not finite, so the expert does not learn from them")
         except Exception:
             for each, grad in zip(parameters, kept, strict=True):
