@@ -300,11 +300,20 @@ class Swarm(Chain):
         self.capacity[peer.stage] += self._rates[peer] * (self.now() - self._since[peer])
         self._since[peer] = self.now()
 
-    def slow_down(self, peer: Peer, factor: float) -> None:
-        """Its device becomes slower, or faster."""
+    def slow_down(self, peer: Peer, seconds: float) -> None:
+        """For so many seconds its device is 100 times slower."""
+        usual, rate = peer.seconds, self._rates[peer]
         self.account(peer)
-        peer.seconds = {kind: seconds * factor for kind, seconds in peer.seconds.items()}
-        self._rates[peer] /= factor
+        peer.seconds = {kind: min(100 * each, each + seconds) for kind, each in usual.items()}
+        self._rates[peer] = rate / 100
+
+        def recover() -> None:
+            peer.seconds = usual
+            if peer.machine.is_up:
+                self.account(peer)
+            self._rates[peer] = rate
+
+        asyncio.get_running_loop().call_later(seconds, recover)
 
     def end(self, peer: Peer) -> None:
         """It dies without a word."""
@@ -390,18 +399,14 @@ class Swarm(Chain):
 
 
 async def bursts(swarm: Swarm, drivers: list[Host]) -> None:
-    """Now and then a peer is 100 times slower for a minute."""
+    """Each peer is 100 times slower for a minute, about every ten minutes."""
+    slow: dict[Peer, float] = {}
     while True:
-        await asyncio.sleep(swarm.rng.expovariate(1 / 10.0))
+        await asyncio.sleep(swarm.rng.expovariate(sum(map(len, swarm.living)) / 600.0))
         peer = swarm.rng.choice([peer for stage in swarm.living for peer in stage])
-
-        async def burst(peer: Peer) -> None:
-            swarm.slow_down(peer, 100.0)
-            await asyncio.sleep(60.0)
-            if peer.machine.is_up:
-                swarm.slow_down(peer, 0.01)
-
-        swarm.watch(asyncio.ensure_future(burst(peer)))
+        if slow.get(peer, 0.0) <= swarm.now():
+            slow[peer] = swarm.now() + 60.0
+            swarm.slow_down(peer, 60.0)
 
 
 async def lonely(swarm: Swarm, drivers: list[Host]) -> None:
