@@ -85,6 +85,7 @@ REFUSED = [
     ([*PLAN, "--peers"], "a number from 2 on", ["1", "0", "-3", "2.5", "all"]),
     ([*PLAN, "--uplink"], "megabits per second, such as 50", ["0", "-1", "inf", "nan", "fast"]),
     ([*PLAN, "--memory"], "gigabytes, such as 16", ["0", "inf", "16GB"]),
+    ([*PLAN, "--activation-bits"], "32, 16, 8 or 4", ["2", "8.5", "many"]),
     ([*PLAN, "--round-trip"], "milliseconds, such as 60", ["-1", "inf", "far"]),
     ([*WATCH, "--goal-epochs"], "the number of an epoch, from 1", ["0", "-3", "ten"]),
 ]

@@ -102,6 +102,8 @@ def test_stages_computed_by_hand() -> None:
     assert found.computing == pytest.approx(6 * part * 60_000 / 144e9)
     assert found.sent == pytest.approx(120e6 + averaged)
     assert found.step == pytest.approx(120 + 2 * (120 / 60 + 0.1) + averaged / 1e6 + 0.3)
+    narrow = replace(SMALL, peers=6, layers=3, memory=1.8e9, boundary=100, activation_bits=4)
+    assert named(narrow, "stages, Optimizer").sent == pytest.approx(6e6 + averaged)
 
 
 def test_experts_computed_by_hand() -> None:

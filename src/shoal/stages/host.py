@@ -455,13 +455,19 @@ class StageHost:
             before, lost_at = self.epoch, self._lost_at()
             try:
                 if lost_at > before + 1:
-                    await self._begin_anew(lost_at)
+                    await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
             except Exception as e:
                 self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
                 logger.debug("traceback of the step", exc_info=e)
             self.epoch = self.compute.epoch
+            if not before and self.epoch in (1, lost_at) and self._closed > 1:  # it has found no state to download
+                self._warn_seldom(
+                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has the state of "
+                    "this stage",
+                    *(self.stage, self._closed),
+                )
             if self.norms is not None:  # without synchronous steps, the last one may still be under way
                 self.norms.settle(self.epoch - (1 if self.is_synchronous else 2))
             self.changes.note()
@@ -475,15 +481,6 @@ class StageHost:
             return 0
         around = [*self._peers.peers_of(self.stage + 1).values(), *self._peers.peers_of(self.stage - 1).values()]
         return min(self._closed + 1, median_low([record.epoch for record in around])) if around else 0
-
-    async def _begin_anew(self, step: int) -> None:
-        if not self.epoch:
-            self._warn_seldom(
-                "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: the other stages are at step %d, and no peer has the "
-                "state of this one",
-                *(self.stage, step),
-            )
-        await self.compute.go_to(step)
 
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""

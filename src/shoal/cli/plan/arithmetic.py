@@ -33,7 +33,6 @@ ROUND_TRIPS = 2
 STATE_EVERY = 100
 # Rank of PowerSGD divided by the width of the model: costs 1 % of the loss (docs/gradients.md).
 RANK_SHARE = 1 / 12
-BOUNDARY_BITS = 8
 EXPERTS_PER_TOKEN = 2  # chosen
 # The forward call of an expert sends inputs and returns outputs; the backward call sends inputs and gradients, and
 # returns gradients.
@@ -71,6 +70,8 @@ class Situation:
     """Steps of ``DiLoCo`` between two exchanges."""
     boundary: int = 0
     """Values for each token that go from stage to stage; 0: as many as the model is wide."""
+    activation_bits: float = 8
+    """Of each value that goes from stage to stage, or to an expert."""
 
     @property
     def usable(self) -> float:
@@ -265,7 +266,7 @@ def _stages(situation: Situation, name: str, count: int, how: Averaging, use: Me
     samples = situation.batch / holders
     computing = flop * part * samples * situation.sequence / situation.flops
     # Each boundary tensor goes forward, and its gradient back. A peer of a stage in the middle sends both.
-    tensor = situation.sequence * (situation.boundary or situation.width) * BOUNDARY_BITS / 8
+    tensor = situation.sequence * (situation.boundary or situation.width) * situation.activation_bits / 8
     crossing = samples * tensor * (2 if count > 2 else 1)
     # Microbatches overlap, so the slower of computing and sending counts. At both ends of a step the pipeline is not
     # full: that costs count - 1 microbatches (Huang et al. 2019, arXiv 1811.06965), and as many round trips.
@@ -291,7 +292,7 @@ def _experts(situation: Situation) -> Estimate:
     active = trunk + others * min(1.0, EXPERTS_PER_TOKEN / situation.peers)
     computing = flop * active * tokens / (situation.flops * situation.cards)
     elsewhere = (situation.peers - 1) / situation.peers * EXPERTS_PER_TOKEN * situation.layers
-    calls = elsewhere * TENSORS_OF_A_CALL * tokens * situation.width * BOUNDARY_BITS / 8
+    calls = elsewhere * TENSORS_OF_A_CALL * tokens * situation.width * situation.activation_bits / 8
     waiting = 2 * situation.layers * situation.round_trip
     sent, seconds = averaging(situation, FLOAT_16, trunk, situation.peers)
     step = computing + seconds + calls / line(situation) + waiting

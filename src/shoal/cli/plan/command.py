@@ -37,7 +37,7 @@ ASSUMED = (
     "(arXiv 2001.08361)",
     "AdamW takes 16 bytes per parameter (arXiv 1910.02054); docs/training.md says what shoal adds",
     f"Optimizer averages parameters every {arithmetic.STATE_EVERY} steps",
-    f"stages and experts use lines as well as an all-reduce does, with activations in {arithmetic.BOUNDARY_BITS} bits",
+    "stages and experts use lines as well as an all-reduce does",
 )
 
 
@@ -87,6 +87,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--layers", type=layers, metavar="N", help="of the model (default: guessed)")
     parser.add_argument("--width", type=count, metavar="N", help="of the model (default: guessed)")
     parser.add_argument("--boundary", type=count, metavar="N", help="width between stages with a LowRankBoundary")
+    bits = value("32, 16, 8 or 4", int, lambda number: number in (32, 16, 8, 4))
+    add_option(parser, "activation-bits", type=bits, default=8, metavar="N", help="between stages: 32, 16, 8 or 4")
     add_option(parser, "sync-every", type=count, default=100, metavar="N", help="steps of DiLoCo between two exchanges")
     parser.add_argument("--json", action="store_true", help="print the numbers for a program to read")
     parser.set_defaults(run=run)
@@ -131,6 +133,7 @@ def situation_of(arguments: argparse.Namespace) -> Situation:
         ram=math.inf if arguments.ram is None else arguments.ram * 1e9,
         sync_every=arguments.sync_every,
         boundary=arguments.boundary or 0,
+        activation_bits=4.25 if arguments.activation_bits == 4 else arguments.activation_bits,
     )
 
 
@@ -232,7 +235,7 @@ def describe(situation: Situation, arguments: argparse.Namespace) -> str:
         f"{situation.peers} peers, each with {cards} of {situation.memory / 1e9:g} GB "
         f"({situation.flops / 1e12:.3g} TFLOP/s{of_card}) and a line of {line}, {1e3 * situation.round_trip:g} ms. "
         f"A step: {situation.batch} samples of {situation.sequence} tokens. DiLoCo exchanges every "
-        f"{situation.sync_every} steps."
+        f"{situation.sync_every} steps. Activations have {situation.activation_bits:g} bits."
     )
 
 
