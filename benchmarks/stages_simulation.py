@@ -200,8 +200,8 @@ class Peer(FakeCompute):
 
     def count(self, task: StageTask) -> None:
         self.uncredited.append((task.driver, task.seed))
-        staleness = self.epoch - task.step
-        self.swarm.out_of_step += not 0 <= staleness <= (self.swarm.max_staleness or 0)
+        most, staleness = self.swarm.max_staleness, self.epoch - task.step
+        self.swarm.out_of_step += bool(staleness) if most is None else staleness > most
 
     async def forward(self, task: StageTask, inputs: Any, extras: Mapping[str, Any]) -> Any:
         await self._pass("forward", task)
