@@ -60,24 +60,34 @@ class Crew:
         self.library = library
         self.broken = False
         """Some peers were killed or stopped: the others are not asked to leave politely."""
-        command = [interpreter(library), "-W", "ignore", str(HERE / script)]
         arguments |= {"library": library, "peers": peers}
-        command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+        self._command = [interpreter(library), "-W", "ignore", str(HERE / script)]
+        self._command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+        self._hosts = hosts
+        self.processes = [self._start(index) for index in range(len(hosts) or peers)]
+
+    def _start(self, index: int) -> subprocess.Popen[str]:
         environment = {"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0", **os.environ}
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
-        places = [[*host.launcher, *command, "--listen", host.address] for host in hosts] or [command] * peers
-        self.processes = [
-            subprocess.Popen(
-                [*place, "--index", str(index)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-                start_new_session=True,  # a group of its own: closing takes its children along
-            )
-            for index, place in enumerate(places)
-        ]
+        command = [*self._command, "--index", str(index)]
+        if self._hosts:
+            command = [*self._hosts[index].launcher, *command, "--listen", self._hosts[index].address]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a group of its own: closing takes its children along
+        )
+
+    def replace(self, index: int) -> subprocess.Popen[str]:
+        """Kill a peer and start another one in its place, which is not asked to join yet."""
+        _end(self.processes[index])
+        self.processes[index] = process = self._start(index)
+        self.answers_of([process])
+        return process
 
     def _get_ready(self) -> None:
         self.version: str = self.answers_of(self.processes)[0]
@@ -99,12 +109,7 @@ class Crew:
         finally:
             self._kill()
             for process in self.processes:
-                process.wait()
-                assert process.stdin
-                assert process.stdout
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-                process.stdout.close()
+                _end(process)
 
     def lives(self) -> bool:
         """Whether no peer has ended."""
@@ -113,8 +118,7 @@ class Crew:
     def _kill(self) -> None:
         """With all child processes: as long as one of them has a peer's pipe, its end cannot be read."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
 
     def ask(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> list[Any]:
         """Give a command to all peers (or to some) at once and return their answers.
@@ -127,9 +131,9 @@ class Crew:
             _tell(process, command, *arguments)
         return self.answers_of(peers)
 
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Give a command to all peers at once; their answers are still to be read."""
-        for process in self.processes:
+    def tell(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> None:
+        """Give a command to all peers (or to some) at once; their answers are still to be read."""
+        for process in self.processes if to is None else to:
             _tell(process, command, *arguments)
 
     def ask_each(self, command: Callable[[int], Sequence[Any]]) -> list[Any]:
@@ -191,6 +195,22 @@ class Crew:
         """Seconds from the first peer's beginning to the last peer's end; all processes share the monotonic clock."""
         spans = self.ask(command, *arguments, to=to)
         return max(span["ended"] for span in spans) - min(span["began"] for span in spans)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a peer, and leave nothing of it behind."""
+    _kill(process)
+    process.wait()
+    assert process.stdin
+    assert process.stdout
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
 
 
 def _family(peer: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import re
@@ -69,9 +70,17 @@ class Setting:
 
     def given(self, kind: str, explicit: frozenset[str]) -> dict[str, Any]:
         """Arguments instead of ``...``, but for those that the page has."""
-        if kind != "Optimizer":
+        if kind not in ("Optimizer", "StagedModel"):
             return {"target_batch_size": 4096}
         self._made += 1
+        if kind == "StagedModel":
+            self.names["dht"] = shoal.DHT(start=True)
+            own = {
+                "dht": self.names["dht"],
+                "stages": [self.names[name] for name in ("Embedding", "make_layers", "Head")],
+                "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+            }
+            return {**own, "run_id": f"run_{self._made}", "target_batch_size": 64}
         common = {
             "dht": self.names.get("dht") or self.dht(),
             "run_id": f"run_{self._made}",
@@ -209,6 +218,12 @@ def private_swarms(setting: Setting) -> None:
     setting.replaced = {"ADDRESS": address, "shoal-invite-...": key.invite(shoal.p2p.Roles.TRAIN, 2**32).text}
 
 
+def stages(setting: Setting) -> None:
+    setting.replaced = {'stage="auto"': "stage=[0, 1, 2]", "model.serve()": "assert model.is_alive()"}
+    setting.replaced |= {"def make_layers(count):": "def make_layers(count=4):"}
+    setting.says = "32 samples, loss "
+
+
 def which_one(setting: Setting) -> None:
     setting.names = {"torch": torch}
     setting.says = (
@@ -234,6 +249,7 @@ SETTINGS: dict[str, Callable[[Setting], None]] = {
     "docs/monitoring.md": monitoring,
     "docs/private-swarms.md": private_swarms,
     "docs/robust-averages.md": Setting.learns,
+    "docs/stages.md": stages,
     "docs/training.md": training,
     "docs/which-one.md": which_one,
 }

@@ -69,11 +69,11 @@ def _busy() -> Iterator[None]:
         process.kill()
 
 
-def join(program: Path, first: Peer, **options: Any) -> Peer:
-    """Start a second peer as the first one says."""
+def join(program: Path, first: Peer, *arguments: str, **options: Any) -> Peer:
+    """Start another peer as the first one says."""
     path, address = first.wait_for_line("^Others join with: python (.*)", START_LIMIT_SECONDS)[1].split()
     assert ROOT / path == program
-    return Peer(program, address, **options)
+    return Peer(program, address, *arguments, **options)
 
 
 EXAMPLES = [
@@ -128,6 +128,37 @@ def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, name: s
     finally:
         for peer in peers:
             peer.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+def test_a_model_in_stages_survives_a_death() -> None:
+    program = ROOT / "examples" / "stages.py"
+    options: dict[str, Any] = {"environment": os.environ | {"PYTHONWARNINGS": "error"}}
+    peers = [Peer(program, "--stage", "0", **options)]
+    try:
+        peers += [join(program, peers[0], "--stage", stage, **options) for stage in ("1", "1", "2")]
+        peers.append(join(program, peers[0], "--stage", "none", **options))
+        drivers = [peers[0], peers[-1]]
+        reached = int(peers[0].wait_for_line(STEP, START_LIMIT_SECONDS)[1])
+        peers.pop(1).close()  # SIGKILL
+        peers.append(join(program, peers[0], "--serve", **options))
+        for peer in drivers:
+            peer.wait_for("line", START_LIMIT_SECONDS, lambda event: step_of(event["line"]) > reached + 15)
+        for peer in peers:
+            peer.process.send_signal(signal.SIGINT)
+        for peer in peers:
+            assert peer.wait(START_LIMIT_SECONDS) == 0, peer.errors()
+            assert "Traceback" not in peer.errors()
+            assert peer.all("line")[-1]["line"] == "Stopped. The others carry on."
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def step_of(line: str) -> int:
+    """Up to which step the run is, in a line that tells how it goes; 0 in others."""
+    match = re.search(STEP, line)
+    return 0 if match is None else int(match[1])
 
 
 def steps_of(line: str) -> int:

@@ -24,7 +24,20 @@ from tests.test_inherited_api import NAMES
 DOCS = ROOT / "docs"
 FROM_OUTSIDE = {"benchmark-programs.md", "changelog.md", "contributing.md", "deploy.md"}
 """Pages that are made of documents outside docs/, by tools/docs_site.py."""
-ROOMS = ("archive", "averaging", "compression", "data", "dht", "errors", "lightning", "moe", "optim", "p2p", "testing")
+ROOMS = (
+    "archive",
+    "averaging",
+    "compression",
+    "data",
+    "dht",
+    "errors",
+    "lightning",
+    "moe",
+    "optim",
+    "p2p",
+    "stages",
+    "testing",
+)
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "tests").rglob("README.md"))]
 
 

@@ -247,6 +247,13 @@ def test_the_run_is_at_the_epoch_that_most_hosts_have_reached() -> None:
     assert set(members.credible(companions(epochs), 3, NOW, lambda _: math.inf)) == set(epochs), "it was away"
 
 
+def test_a_donor_of_an_old_state_does_not_hide_the_only_peer_that_trains() -> None:
+    newcomer, others = Members(OWN, lambda peer: "one host", NOW), companions({THIRD: 9})
+    others[FRIEND] = Companion(LocalTrainingProgress(FRIEND, 6, 0, 0.0, NOW, False, is_donor=True), NOW + 10_000)
+    assert THIRD in newcomer.credible(others, 0, NOW, lambda _: math.inf)
+    assert FRIEND in newcomer.credible({FRIEND: others[FRIEND]}, 0, NOW, lambda _: math.inf)
+
+
 def test_one_member_at_the_next_epoch_ends_this_one() -> None:
     """It has counted samples that this peer may not know of. But it leads nobody further."""
     members = veteran(FRIEND)

@@ -140,8 +140,12 @@ def test_unusable_experts_are_the_last_resort() -> None:
     avoided = {"e.0.0"}
     with swarm(1) as [dht]:
         declare_experts(dht, ["e.0.0", "e.0.1"], soon())
-        searcher = MoEBeamSearcher(dht, "e.", (2, 2), is_usable=lambda info: info.uid not in avoided)
+        searcher = MoEBeamSearcher(
+            dht, "e.", (2, 2), negative_caching=False, is_usable=lambda info: info.uid not in avoided
+        )
         scores = [[1.0, 0.0], [1.0, 0.0]]
         assert uids_of(searcher.find_best_experts(scores, 2)) == ["e.0.1"]
         avoided.add("e.0.1")
         assert uids_of(searcher.find_best_experts(scores, 2)) == ["e.0.0", "e.0.1"]
+        declare_experts(dht, ["e.1.1"], soon())
+        assert uids_of(searcher.find_best_experts(scores, 1)) == ["e.1.1"], "they take no places of others"

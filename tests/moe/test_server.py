@@ -51,6 +51,11 @@ class Gate(nn.Module):
         self.may_go, self.began, self.sizes = threading.Event(), threading.Event(), list[int]()
         self.may_go.set()
 
+    def shut(self) -> None:
+        """From now on, batches wait. One has passed already, when the schema was found out."""
+        self.may_go.clear()
+        self.began.clear()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.began.set()
         assert self.may_go.wait(SOON)
@@ -105,7 +110,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_only_the_wrong_one_of_merged_requests_fails() -> None:
     gate = Gate()
     with served({"e.0": backend_of(gate)}) as (server, caller):
-        gate.may_go.clear()
+        gate.shut()
         first = ask(server, caller, "rpc_forward", torch.ones(1, 2))
         pool = server.module_backends["e.0"].forward_pool
         wait_for(gate.began.is_set)
@@ -150,7 +155,7 @@ def test_repeated_backward_trains_once() -> None:
     with served({"e.0": backend_of(gate)}, limits=limits) as (server, caller):
         x, grad = torch.ones(1, 2), torch.ones(1, 2)
         backward = partial(ask, server, caller, "rpc_backward")
-        gate.may_go.clear()
+        gate.shut()
         both = [backward(x, grad, call_id=b"one") for _ in range(2)]
         wait_for(gate.began.is_set)
         gate.may_go.set()
@@ -172,7 +177,7 @@ def test_repeated_backward_trains_once() -> None:
 def test_caller_that_leaves_takes_its_request_out_of_the_queue() -> None:
     gate = Gate()
     with served({"e.0": backend_of(gate)}) as (server, caller):
-        gate.may_go.clear()
+        gate.shut()
         first = ask(server, caller, "rpc_forward", torch.ones(1, 2))
         wait_for(gate.began.is_set)
         leaving = [
@@ -194,7 +199,7 @@ def test_caller_that_leaves_takes_its_request_out_of_the_queue() -> None:
 def test_limits_are_checked_before_memory_is_taken() -> None:
     gate = Gate()
     with served({"e.0": backend_of(gate)}, limits=ExpertLimits(request_bytes=64, bytes=150)) as (server, caller):
-        gate.may_go.clear()
+        gate.shut()
         waiting = ask(server, caller, "rpc_forward", torch.ones(8, 2))
         wait_for(gate.began.is_set)
         for tensors, nbytes, text in (
@@ -212,7 +217,7 @@ def test_limits_are_checked_before_memory_is_taken() -> None:
 def test_request_that_waits_too_long_fails() -> None:
     gate = Gate()
     with served({"e.0": backend_of(gate)}, limits=ExpertLimits(seconds=0.05)) as (server, caller):
-        gate.may_go.clear()
+        gate.shut()
         with pytest.raises(P2PHandlerError, match=r"TimeoutError: expert e\.0 had no time .* within 0\.05 s"):
             ask(server, caller, "rpc_forward", torch.ones(8, 2)).result(SOON)
         gate.may_go.set()

@@ -124,7 +124,7 @@ class SimulatedTracker(ProgressTracker):
         if calls:
             self.exchange.call_due.set()
 
-    def _ask_others(self, seconds: float) -> None:
+    def ask_others(self, seconds: float) -> None:
         """Here no thread can wait, see :meth:`Trainer._should_stop`."""
 
     def await_introduction(self) -> None:

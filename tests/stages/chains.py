@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,33 +29,77 @@ PASS_SECONDS = 0.1
 RECORD_SECONDS = 10.0
 
 
+class Device:
+    """The computing thread: it does one pass after the other, backward ones first, and ends each that it has begun."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, float, Callable[[], None], asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._thread: asyncio.Task[None] | None = None
+        self.is_at_work = False
+
+    async def run(self, work: Callable[[], None], seconds: float, priority: int) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._numbers), seconds, work, done))
+        if self._thread is None or self._thread.done():
+            self._thread = asyncio.ensure_future(self._work())  # it dies with its machine
+        await done
+
+    async def _work(self) -> None:
+        while self._waiting:
+            _, _, seconds, work, done = heapq.heappop(self._waiting)
+            if done.cancelled():
+                continue
+            self.is_at_work = True
+            await asyncio.sleep(seconds)
+            self.is_at_work = False
+            try:
+                work()
+            except Exception as e:
+                if not done.done():
+                    done.set_exception(e)
+            else:
+                if not done.done():
+                    done.set_result(None)
+
+
 class FakeCompute:
     """Forward doubles, backward triples. Counts each pass, and the samples of each step."""
 
-    def __init__(self, chain: Chain, stage: int) -> None:
+    def __init__(self, chain: Chain, stage: int, seconds: Mapping[str, float] | None = None) -> None:
         self.chain, self.stage, self.epoch = chain, stage, 0
+        self.seconds = dict.fromkeys(("forward", "losses", "backward"), PASS_SECONDS) | dict(seconds or {})
         self.passes: Counter[str] = Counter()
         self.counted: list[tuple[StageTask, int]] = []
         """Each microbatch whose samples count here, with the epoch in which they do."""
         self.kept: set[tuple[bytes, int]] = set()
         self.error: Exception | None = None
-        self._device = asyncio.Lock()
+        self._device = Device()
 
     async def _pass(self, kind: str, task: StageTask) -> None:
-        async with self._device:
-            await asyncio.sleep(PASS_SECONDS)
+        def work() -> None:
             self.passes[kind] += 1
             if self.error is not None:
                 raise self.error
-            if kind != "forward" and task.trains:
-                self.counted.append((task, self.epoch))
             if kind == "forward":
                 self.kept.add(task[:2])
+            elif task.trains:
+                self.count(task)
+
+        await self._device.run(work, self.seconds[kind], 1 if kind == "forward" else 0)
+
+    def count(self, task: StageTask) -> None:
+        """The samples of a microbatch count here."""
+        self.counted.append((task, self.epoch))
+
+    async def until_idle(self) -> None:
+        """Wait until the pass that is computed now is done."""
+        await self._device.run(lambda: None, 0.0, -1)
 
     @property
     def is_at_work(self) -> bool:
         """Whether it computes now."""
-        return self._device.locked()
+        return self._device.is_at_work
 
     async def forward(self, task: StageTask, inputs: Any, extras: Mapping[str, Any]) -> Any:
         self.chain.extras[self.stage].append(dict(extras))

@@ -234,6 +234,33 @@ def test_full_peers_hold_senders_back() -> None:
     run(main())
 
 
+def test_slow_stages_are_waited_for() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        for [compute] in await grid(chain, 1):
+            compute.seconds = dict.fromkeys(compute.seconds, 2.0)
+        driver = await chain.add_driver(in_flight=16)
+        assert None not in await chain.drive(driver, range(1, 65))
+        assert chain.passes == 64 * PASSES
+        assert not chain.metric("hops_repaired")
+
+    run(main())
+
+
+def test_new_peers_take_few_microbatches_at_first() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = await grid(chain, 4)
+        slow = computes[-1][0]
+        slow.seconds = dict.fromkeys(slow.seconds, 10.0)
+        driver, began = await chain.add_driver(in_flight=40), now()
+        assert None not in await chain.drive(driver, range(1, 41))
+        assert slow.passes.total() <= 2
+        assert now() - began < 2 * 10.0 + 2.0
+
+    run(main())
+
+
 def test_a_peer_that_cannot_compute_is_replaced() -> None:
     async def main() -> None:
         chain = Chain(STAGES, target=10**6)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
 import pytest
 
 from shoal.stages.directory import StageDirectory, StageRecord
-from shoal.stages.moving import decide_move, take_place
-from shoal.stages.placement import move_of
+from shoal.stages.hop import Changes
+from shoal.stages.moving import STEP_SECONDS, decide_move, finish, next_move, take_place
+from shoal.stages.placement import Move, move_of
 from shoal.testing import Link, Network, run, start_dht_nodes
 
 LINK = Link(delay=(0.02, 0.2), jitter=0.05)
@@ -126,6 +128,88 @@ def test_a_move_that_another_peer_forestalls_is_taken_back():
         assert await first == [None] * 4
         await directories[3].read_all()
         assert directories[3].peers_of(0)[mover].moves_to is None
+        await stop(directories)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("holders", "moves"), [((4, 1), 1), ((3, 2), 0), ((5,), 1), ((1, 1, 1), 0)])
+def test_a_peer_moves_within_a_period_if_that_helps(holders, moves):
+    is_lost = len(holders) == 1
+    every = 600.0 if is_lost else 60.0
+
+    async def main():
+        stages = len(holders) + is_lost
+        peers, directories = await start(sum(holders), stages)
+        held = [stage for stage, count in enumerate(holders) for _ in range(count)]
+        for directory, stage in zip(directories, held, strict=True):
+            await serve(directory, stage)
+        waiting = [
+            asyncio.ensure_future(next_move(directory, peer, every, random.Random(number)))
+            for number, (directory, peer) in enumerate(zip(directories, peers, strict=True))
+        ]
+        done, others = await asyncio.wait(waiting, timeout=60.0)  # a stage without peers is helped at once
+        assert [each.result()[1:] for each in done] == [(0, 1)] * moves
+        for each in others:
+            each.cancel()
+        await stop(directories)
+
+    run(main())
+
+
+def test_a_peer_whose_fellows_are_dead_does_not_leave_its_stage():
+    async def main():
+        peers, directories = await start(3, 2)
+        for directory in directories:
+            await serve(directory, 0)
+        await directories[0].read_all()
+        mover = peers.index(move_of(directories[0].all_peers(), 0).peer)
+        for number, directory in enumerate(directories):
+            if number != mover:
+                await directory._tasks.close()  # dead: its record is not renewed, and stays for a while
+        assert await decide_move(directories[mover], peers[mover], 0) is None
+        assert directories[mover].peers_of(0)[peers[mover]].moves_to is None
+        await stop(directories)
+
+    run(main())
+
+
+class Leaving:
+    """A host that has a microbatch, and makes a step some seconds after it has begun to leave."""
+
+    def __init__(self, seconds_of_work, step_after):
+        self.is_leaving, self.epoch, self.changes, self.samples = False, 5, Changes(), 3
+        self._work, self._step = seconds_of_work, step_after
+
+    def record(self):
+        return StageRecord(stage=0, epoch=self.epoch, rate=1.0, is_leaving=self.is_leaving)
+
+    async def drain(self, seconds):
+        await asyncio.sleep(min(seconds, self._work))
+        asyncio.get_running_loop().call_later(self._step, self._make_step)
+
+    def _make_step(self):
+        self.epoch, self.samples = 6, 0
+        self.changes.note()
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "step_after", "lost", "seconds"),
+    [(False, 20.0, 0, 27.0), (False, 1e6, 3, 7.0 + STEP_SECONDS), (True, 20.0, 3, 0.0)],
+    ids=["next-step", "no-step", "stage-without-peers"],
+)
+def test_a_peer_that_leaves_waits_for_the_step_with_its_gradients(is_lost, step_after, lost, seconds):
+    async def main():
+        peers, directories = await start(2, 2)
+        await serve(directories[0], 0)
+        await serve(directories[1], int(not is_lost))
+        await directories[0].read_all()
+        host, now = Leaving(7.0, step_after), asyncio.get_running_loop().time
+        began = now()
+        assert await finish(directories[0], host, lambda: host.samples, Move(peers[0], 0, 1), 60.0) == lost
+        assert now() - began == pytest.approx(seconds, abs=3.0)
+        await directories[1].read_all()
+        assert directories[1].peers_of(0)[peers[0]].is_leaving
         await stop(directories)
 
     run(main())

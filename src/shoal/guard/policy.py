@@ -431,8 +431,9 @@ class Members:
         return self._epoch_of_run(self._voters(companions, now), own, now) > own
 
     def _voters(self, companions: Mapping[bytes, PeerT], now: float) -> dict[bytes, PeerT]:
-        """The peers whose epochs decide the epoch of the run."""
-        return {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+        """The peers whose epochs decide that of the run. Donors, whose state may be old, count if nobody trains."""
+        voters = {p: c for p, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+        return {p: c for p, c in voters.items() if not c.record.is_donor} or voters
 
     def _epoch_of_run(self, voters: Mapping[bytes, KnownPeer], own: int, now: float) -> int:
         # In a large swarm a record is old when it is read, and its peer has advanced meanwhile.

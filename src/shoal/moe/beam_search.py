@@ -238,15 +238,26 @@ class MoEBeamSearcher:
         return [(score, prefix, await lookups.successors(prefix)) for score, prefix in best]
 
     async def _find(self, lookups: _Lookups, grid_scores: Sequence[list[float]], beam_size: int) -> list[ExpertInfo]:
+        width, widest = beam_size, max(map(len, grid_scores))
+        while True:
+            scored = await self._candidates(lookups, grid_scores, width)
+            usable = [each for each in scored if self._is_usable(each[1])]
+            # Experts that cannot be used have taken the places of others.
+            if len(usable) >= beam_size or len(usable) == len(scored) or width >= widest:
+                best = heapq.nlargest(beam_size, usable or scored, key=lambda each: each[0])
+                return [info for _, info in best]
+            width *= 2
+
+    async def _candidates(
+        self, lookups: _Lookups, grid_scores: Sequence[list[float]], beam_size: int
+    ) -> list[tuple[Score, ExpertInfo]]:
         beam = met = await self._initial_beam(lookups, grid_scores[0], beam_size)
         for scores in grid_scores[1:-1]:
             beam = await self._next_beam(lookups, beam, scores, beam_size)
             met = met + beam
-        candidates = {info.uid: info for _, _, successors in met for info in successors.values()}
-        scored = [(self._score_of(info, grid_scores), info) for info in candidates.values()]
-        scored = [each for each in scored if each[0] > -math.inf]
-        usable = [each for each in scored if self._is_usable(each[1])]
-        return [info for _, info in heapq.nlargest(beam_size, usable or scored, key=lambda each: each[0])]
+        infos = {info.uid: info for _, _, successors in met for info in successors.values()}
+        scored = [(self._score_of(info, grid_scores), info) for info in infos.values()]
+        return [each for each in scored if each[0] > -math.inf]
 
     def _score_of(self, info: ExpertInfo, grid_scores: Sequence[list[float]]) -> Score:
         """The score of an expert; minus infinity if it is not in this grid."""

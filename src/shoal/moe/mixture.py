@@ -8,7 +8,8 @@
                                      ▼
                      softmax over the experts that answered ─► weighted sum of their outputs
 
-An expert that fails, or does not answer in time, has no weight, and is avoided for a while.
+An expert that fails, or does not answer in time, has no weight, and is avoided for a while. If a sample is left with
+too few answers, all samples are sent once more, to experts that are not avoided.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RemoteMixtureOfExperts(nn.Module):
         uid_prefix: the uids of all experts begin with it, such as ``ffn.``.
         k_best: how many experts each sample is sent to.
         k_min: how many answers each sample needs at least.
-        forward_timeout: most seconds for the answers; ``None``: a server may be silent for a minute.
+        forward_timeout: most seconds for the answers; ``None``: each server may be silent for a minute.
         timeout_after_k_min: how many seconds to wait for more answers, once each sample has ``k_min`` of them.
         backward_k_min: how many gradients are needed at least, of all that are expected.
         backward_timeout: as ``forward_timeout``.
@@ -211,16 +212,28 @@ class RemoteMixtureOfExperts(nn.Module):
         on_cpu = [each.detach().cpu() for each in grid_scores]
         if any(each.isnan().any() for each in on_cpu):
             raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
-        experts: Any = self.beam_search.batch_find_best_experts(on_cpu, self.k_best)
+        inputs, timeout, began = ((input, *args), kwargs), self.forward_timeout, time.monotonic()
+        try:
+            return self._find_and_call(on_cpu, inputs, timeout)
+        except TimeoutError:
+            # Those that have failed are avoided from now on, and there may be others.
+            left = None if timeout is None else timeout - (time.monotonic() - began)
+            if left is not None and left <= 0:
+                raise
+            return self._find_and_call(on_cpu, inputs, left)
+
+    def _find_and_call(
+        self, grid_scores: Sequence[torch.Tensor], inputs: tuple[Any, Any], timeout: float | None
+    ) -> tuple[list[list[RemoteExpert]], torch.Tensor, tuple[torch.Tensor, ...]]:
+        experts: Any = self.beam_search.batch_find_best_experts(grid_scores, self.k_best)
         distinct = dict.fromkeys(expert for some in experts for expert in some)
         if self._schemas is None or not (distinct or self.allow_zero_outputs):
             self._learn_schemas(distinct)
-        options = (self.timeout_after_k_min, self.forward_timeout, self.backward_timeout)
-        flags = (self.detect_anomalies, self.allow_zero_outputs)
         try:
             mask, *outputs = _RemoteCallMany.apply(  # type: ignore[no-untyped-call]
-                *(DUMMY, experts, self.k_min, self.backward_k_min, *options, *flags, self.info),
-                *flat_inputs(self.info, (input, *args), kwargs),
+                *(DUMMY, experts, self.k_min, self.backward_k_min, self.timeout_after_k_min, timeout),
+                *(self.backward_timeout, self.detect_anomalies, self.allow_zero_outputs, self.info),
+                *flat_inputs(self.info, *inputs),
             )
         finally:
             for expert in distinct:

@@ -384,7 +384,7 @@ class ProgressTracker(Facade):
                 self._wake(calls=True)
             return False
         if self.board.rests_on_guesses(get_dht_time()):
-            self._ask_others(min(patience, SECONDS_TO_ASK))
+            self.ask_others(min(patience, SECONDS_TO_ASK))
             return self.board.should_stop(get_dht_time(), patience)
         return True
 
@@ -398,11 +398,15 @@ class ProgressTracker(Facade):
         if exchange is not None and not self.board.introduced:
             self._run_in_loop(wait_at_most(exchange.introduced, FIRST_LOOK_SECONDS), 2 * FIRST_LOOK_SECONDS)
 
-    def _ask_others(self, seconds: float) -> None:
-        """Learn how far others are at this moment."""
+    def ask_others(self, seconds: float, *, reads: bool = False) -> None:
+        """Learn how far others are at this moment. It takes twice as many seconds at most.
+
+        Args:
+            reads: find out first who they are, because this peer has just come.
+        """
         exchange = self.exchange
         if exchange is not None:
-            self._run_in_loop(exchange.ask_all(seconds), 2 * seconds)
+            self._run_in_loop(exchange.ask_all(seconds, reads=reads), 2 * seconds)
 
     def _run_in_loop(self, work: Coroutine[Any, Any, object], seconds: float) -> None:
         """Wait for work in the event loop. If it takes too long, continue with what is known."""

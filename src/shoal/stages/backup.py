@@ -30,7 +30,7 @@ from shoal.base.logs import Seldom
 from shoal.errors import ShoalError
 from shoal.optim.history.journal import hash_of
 from shoal.p2p import PeerID
-from shoal.stages.directory import StageDirectory, StageRecord, name_of_stage
+from shoal.stages.directory import StageDirectory, StageRecord, name_of_stage, seconds_between_looks
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,9 +42,6 @@ logger = logging.getLogger(__name__)
 Stages = Mapping[int, Mapping[PeerID, StageRecord]]
 """The peers of all stages with their records, from :meth:`StageDirectory.all_peers`."""
 
-# Seconds between two looks at the directory, at least and for each stage. Chosen: peers renew their records as often,
-# and a look reads all stages.
-LOOK_SECONDS, LOOK_SECONDS_PER_STAGE = 10.0, 1.0
 # A stage that is behind the others by this many epochs and makes no progress cannot catch up by itself. Derived: stages
 # that work differ by one.
 EPOCHS_BEHIND = 2
@@ -177,7 +174,7 @@ class StageBackups:
         check_role(dht)
         self._dht, self._run_id, self._directory, self._every = dht, run_id, directory, backup_every
         self._folder = None if folder is None else os.fspath(folder)
-        self._period = period or max(LOOK_SECONDS, LOOK_SECONDS_PER_STAGE * directory.count)
+        self._period = period or seconds_between_looks(directory.count)
         self._stop, self._lock = threading.Event(), threading.Lock()
         # By stage. The lock is held while these change.
         self._copies: dict[int, _Copy] = {}

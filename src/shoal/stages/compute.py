@@ -32,6 +32,7 @@ from shoal.base.tasks import await_cancelled
 from shoal.errors import MicrobatchError, MicrobatchNotFiniteError, ReactorError
 from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 from shoal.serving.task_pool import JobPool
 from shoal.serving.tensors import form_of, with_form
 from shoal.stages.steps import DeclaredEnd, StageOptimizer
@@ -272,6 +273,12 @@ class StageCompute:
     def kept_bytes(self) -> int:
         """The memory of what is kept for backward passes."""
         return sum(each.nbytes for each in [*self._kept.values()])
+
+    @property
+    def samples(self) -> int:
+        """The samples whose gradients wait for the next step."""
+        waiting = 0 if self._inner is None else self._inner.samples
+        return waiting + (0 if self.optimizer is None else self.optimizer.tracker.local_progress.samples_accumulated)
 
     # --- microbatches -------------------------------------------------------------------------------------------------
 
@@ -568,6 +575,9 @@ class StageCompute:
         """
         if self.optimizer is not None:
             async with self._alone():
+                # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
+                ask = functools.partial(self.optimizer.tracker.ask_others, FIRST_LOOK_SECONDS, reads=True)
+                await self._in_thread(ask)
                 await self._in_thread(self._catch_up)
             self.optimizer.tracker.announce()
 

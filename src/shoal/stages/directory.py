@@ -50,6 +50,8 @@ BYTES_OF_RECORD, BYTES_PER_SECOND = 400.0, 8_000.0
 MOST_READ, MOST_REMEMBERED = 192, 1024
 # How many of the nodes that hold the records are asked. Chosen: one may be dead.
 HOLDERS_READ = 2
+# Seconds between two looks at all stages, at least and for each stage. Chosen: peers renew their records as often.
+LOOK_SECONDS, LOOK_SECONDS_PER_STAGE = 10.0, 1.0
 # The most seconds that a leaving peer waits for the nodes that keep its records (chosen): they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
 
@@ -109,6 +111,11 @@ def key_of_stage(run_id: str, stage: int) -> str:
 def name_of_stage(run_id: str, stage: int) -> str:
     """The run id of the optimizer of a stage."""
     return f"{run_id}_stage_{stage}"
+
+
+def seconds_between_looks(count: int) -> float:
+    """How often a peer reads the records of all stages."""
+    return max(LOOK_SECONDS, LOOK_SECONDS_PER_STAGE * count)
 
 
 async def stages_of(table: Table, run_id: str) -> dict[int, str]:
@@ -247,7 +254,7 @@ class StageDirectory:
         while True:
             await asyncio.sleep(RENEWAL_SECONDS / 2)
             for stage in [*self._own]:
-                if get_dht_time() - self._written[stage][0].time >= RENEWAL_SECONDS:
+                if stage in self._written and get_dht_time() - self._written[stage][0].time >= RENEWAL_SECONDS:
                     await self._write(stage)
 
     async def _write(self, stage: int) -> None:

@@ -31,6 +31,7 @@ import msgspec
 import torch
 
 from shoal.base.backoff import Backoffs
+from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import all_of, cancel_and_wait, wait_at_most
@@ -47,7 +48,7 @@ from shoal.metrics import Metrics
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
-from shoal.stages.choice import Measurements, choose
+from shoal.stages.choice import MOST_MEASURED, Measurements, choose
 from shoal.stages.directory import MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
 
@@ -63,6 +64,9 @@ MAX_FAILURES = 3
 MAX_RETURNS = 8
 # A peer that cannot be called is tried again after request_timeout, and later after at most as many of them (chosen).
 MOST_RESTS = 4
+# A microbatch that takes this many times as long as usual is given up. The weight of the newest one in what is usual.
+# Both are chosen.
+SLOW, ALPHA = 4.0, 0.1
 # Heartbeats within the time after which a silent peer is given up.
 PULSES = 4
 
@@ -265,13 +269,33 @@ class Hop:
         codec: CompressionBase = EXACT,
         max_bytes: int = 2**32,
     ) -> None:
-        self.stage, self.limit = stage, patience.limit(stage, count)
+        self.stage, self._least_limit = stage, patience.limit(stage, count)
+        # Seconds that this stage and all after it work on a microbatch, those included in which it waits for others.
+        self._usual = 0.0
         self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience
         self.metrics, self.rng, self.codec, self.max_bytes = metrics, rng, codec, max_bytes
         self.warn_seldom = Seldom(logger.warning)
+        self._now = asyncio.get_running_loop().time
+        self.busy: Bounded[PeerID, float] = Bounded(MOST_MEASURED)
+        """Until when peers have no room, as far as is known. No microbatch has to find that out again."""
         # Peers that could not be called lately. No microbatch has to find that out again.
         first = patience.request_timeout
         self.rests = Backoffs(first, MOST_RESTS * first, asyncio.get_running_loop().time)
+
+    def note_busy(self, peer: PeerID) -> None:
+        """A peer has no room: there will be some when it has done its next pass."""
+        record = self.peers.peers_of(self.stage).get(peer)
+        seconds = 0.5 / record.rate if record is not None and record.rate > 0 else LONGEST_PAUSE
+        self.busy[peer] = self._now() + min(max(seconds, PAUSE), LONGEST_PAUSE)
+
+    @property
+    def limit(self) -> float:
+        """How many seconds this stage and all after it may work on a microbatch: what is slow is not dead."""
+        return max(self._least_limit, SLOW * self._usual)
+
+    def note_worked(self, seconds: float) -> None:
+        """They have worked for this long, perhaps in vain."""
+        self._usual += (ALPHA if self._usual else 1.0) * (seconds - self._usual)
 
     @asynccontextmanager
     async def carrying(self, request: Request, tell: Callable[[], object]) -> AsyncIterator[Passage]:
@@ -366,7 +390,10 @@ class Passage:
             except PeerTurnedAway as e:
                 if e.code is Acceptance.BEHIND:
                     hop.measured.note_behind(peer, self._request.step, get_dht_time())
-                self._rests[peer] = self._now() + (PAUSE if e.code is Acceptance.BUSY else hop.patience.request_timeout)
+                    self._rests[peer] = self._now() + hop.patience.request_timeout
+                else:
+                    self._alone_since = 0.0
+                    hop.note_busy(peer)
                 continue
             except StageFailure as e:
                 if e.cause is not FailureCause.FAILED:
@@ -399,6 +426,7 @@ class Passage:
     def _note_done(self, peer: PeerID) -> None:
         if not self._is_noted:
             self._is_noted = True
+            self._hop.busy.pop(peer, None)
             self._hop.measured.note_done(peer, self._now() - self._sent_at, get_dht_time())
 
     def _is_only(self, peer: PeerID) -> bool:
@@ -422,7 +450,8 @@ class Passage:
         hop, pause = self._hop, PAUSE
         while True:
             known, rests = hop.peers.peers_of(hop.stage), hop.rests
-            resting = {peer for peer in known if self._rests.get(peer, 0.0) > self._now() or not rests.is_due(peer)}
+            busy = {peer for peer in known if hop.busy.get(peer, 0.0) > self._now()}
+            resting = busy | {p for p in known if self._rests.get(p, 0.0) > self._now() or not rests.is_due(p)}
             hinted, self._hinted = self._hinted, None
             if hinted is not None:
                 return PeerID(hinted)
@@ -432,10 +461,13 @@ class Passage:
                 step = None
             peer = choose(known, hop.measured, now=now, rng=hop.rng, step=step, excluded=resting)
             if peer is not None:
+                if peer in hop.busy:  # one microbatch asks whether there is room now
+                    hop.note_busy(peer)
                 return peer
             self._note([], waits=True)
-            hop.peers.hasten(hop.stage)
-            self._alone_since = self._alone_since or self._now()
+            self._alone_since = 0.0 if busy else self._alone_since or self._now()
+            if not busy:
+                hop.peers.hasten(hop.stage)
             if self._is_stranded():
                 hop.warn_seldom(
                     "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
@@ -523,11 +555,13 @@ class Passage:
         tick, worked = self._hop.patience.request_timeout / PULSES, 0.0
         while not await wait_at_most(self._over, tick) and worked < self._hop.limit:
             worked += tick if self._is_sent and not self.waits and not self._result.done() else 0.0
+        if self._is_sent and (self._result.done() or not self._over.is_set()):
+            self._hop.note_worked(worked)
         if not self._is_sent:
             raise StreamClosedError("there is nothing to be sent any more")
         await call.send_end()
         if not self._over.is_set():
-            raise TimeoutError(f"stage {self._hop.stage} has worked for {self._hop.limit:.0f} s without a result")
+            raise TimeoutError(f"stage {self._hop.stage} has worked for {worked:.0f} s without a result")
 
 
 def tensors_of(structure: Any) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ T = TypeVar("T")
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
 # A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
-SECONDS_OF_WORK = 2.0
+SECONDS_OF_WORK = 0.5
 # The pause before a step that failed is tried again, in seconds (chosen).
 STEP_PAUSE = 1.0
 # How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
@@ -201,6 +201,8 @@ class StageHost:
         self._ways: dict[MicrobatchID, RunningWork] = {}
         self._closed = -1
         self._pace = Pace()
+        works.is_last = next_hop is None
+        self._bound_waiting()
         # Noted when a work is over, and when a step is made.
         self.changes = Changes()
         self._tasks = BackgroundTasks(logger, f"stage {stage}")
@@ -393,6 +395,7 @@ class StageHost:
         del inputs
         onward, outputs = Cargo(outputs, labels, rest), None
         result = await passage.through(onward)
+        del onward
         if task.trains:
             works.advance(way.work, Phase.BACKWARD)
             backward = self.compute.backward(task, result.grads)
@@ -403,7 +406,11 @@ class StageHost:
         try:
             return await self._pace.measure(computing, is_last=is_last)
         finally:
-            self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
+            self._bound_waiting()
+
+    def _bound_waiting(self) -> None:
+        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow."""
+        self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
 
     async def _pass_door(self, way: RunningWork) -> None:
         """Wait until the step of a microbatch has begun here.
@@ -448,13 +455,19 @@ class StageHost:
             before, lost_at = self.epoch, self._lost_at()
             try:
                 if lost_at > before + 1:
-                    await self._begin_anew(lost_at)
+                    await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
             except Exception as e:
                 self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
                 logger.debug("traceback of the step", exc_info=e)
             self.epoch = self.compute.epoch
+            if not before and self.epoch in (1, lost_at) and self._closed > 1:  # it has found no state to download
+                self._warn_seldom(
+                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has the state of "
+                    "this stage",
+                    *(self.stage, self._closed),
+                )
             if self.norms is not None:  # without synchronous steps, the last one may still be under way
                 self.norms.settle(self.epoch - (1 if self.is_synchronous else 2))
             self.changes.note()
@@ -468,15 +481,6 @@ class StageHost:
             return 0
         around = [*self._peers.peers_of(self.stage + 1).values(), *self._peers.peers_of(self.stage - 1).values()]
         return min(self._closed + 1, median_low([record.epoch for record in around])) if around else 0
-
-    async def _begin_anew(self, step: int) -> None:
-        if not self.epoch:
-            self._warn_seldom(
-                "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: the other stages are at step %d, and no peer has the "
-                "state of this one",
-                *(self.stage, step),
-            )
-        await self.compute.go_to(step)
 
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""

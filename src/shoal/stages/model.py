@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
+import os
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +20,28 @@ import torch
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door
+from shoal.base.logs import quoted
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
+from shoal.errors import ReactorError
 from shoal.optim.options import check_run_id
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.serving.tensors import EXACT
+from shoal.serving.tensors import EXACT, form_of
+from shoal.stages.backup import StageBackups
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageCompute
 from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
 from shoal.stages.hop import Hop, Patience, tensors_of
 from shoal.stages.host import StageHost, StageService
-from shoal.stages.moving import take_place
+from shoal.stages.moving import finish, next_move, take_place
+from shoal.stages.placement import Move
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from shoal.stages.work import Works
 
@@ -116,6 +123,13 @@ class StagedModel(Facade):
         request_timeout: seconds without a sign of life after which a peer has failed.
         microbatch_timeout: seconds that stages may work on a microbatch.
         seed: from which the random numbers of this driver's microbatches follow; default: a random one.
+        rebalance_every: with ``stage="auto"``, a peer of the richest stage moves to the poorest within about this many
+            seconds, or within half a minute if that one has no peer left; ``None``: this peer stays where it is.
+            Gradients that it has not averaged yet are in the next step, except if it moves to a stage without peers.
+        backup: 1: while a stage has a single peer, one of a neighbouring stage keeps its state, as far as that is this
+            peer's part; 0: it does not.
+        backup_every: after how many steps such a copy is replaced by a newer one.
+        backup_folder: where copies are kept; default: in memory.
 
     Raises:
         ValueError, TypeError: an option is impossible, or options contradict each other.
@@ -148,6 +162,10 @@ class StagedModel(Facade):
         request_timeout: float = 5.0,
         microbatch_timeout: float = 120.0,
         seed: int | None = None,
+        rebalance_every: float | None = 300.0,
+        backup: int = 1,
+        backup_every: int = 10,
+        backup_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
@@ -161,6 +179,10 @@ class StagedModel(Facade):
             )
         if max_staleness < 0 or (in_flight is not None and in_flight < 1):
             raise ValueError(f"impossible: max_staleness={max_staleness}, in_flight={in_flight}")
+        if (rebalance_every is not None and not rebalance_every > 0) or backup not in (0, 1):
+            raise ValueError(
+                f"rebalance_every must be seconds or None, and backup 0 or 1: got {rebalance_every!r}, {backup!r}"
+            )
         codecs = _codecs("compression", compression, count)
         self.options = _Options(
             optimizer=optimizer,
@@ -185,27 +207,44 @@ class StagedModel(Facade):
             raise ValueError("clip_grad_norm needs the gradients of a step, which DiLoCo does not have: leave one out")
         self.be_the_only(f"a StagedModel with run_id {run_id!r}", dht)
         self.modules: dict[int, torch.nn.Module] = {}
-        """The modules of this peer, by number of the stage."""
+        """The modules of this peer, by number of the stage. With ``stage="auto"``, that changes when the peer moves."""
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._runtimes: dict[torch.device, tuple[JobPool, Runtime]] = {}
         self._tracker: ProgressTracker | None = None
         self._driver: Driver | None = None
+        self._backups: StageBackups | None = None
+        self._moving: threading.Thread | None = None
         self._portal = Portal(f"StagedModel of run {run_id!r}")
         self._network = self._portal.call(_Network.start(self))
         self._portal.on_close(self._network.stop)
         try:
-            if wanted is None:
-                wanted = [self._portal.call(self._network.choose_stage())]
-            for number in wanted:
+            if backup and not dht.client_mode and wanted != []:
+                backups = StageBackups(
+                    dht, run_id, self._network.directory, backup_every=backup_every, folder=backup_folder
+                )
+                self._backups = backups
+            for number in [self._portal.call(self._network.choose_stage())] if wanted is None else wanted:
                 self._hold(number)
+            if self._backups is not None:
+                self._backups.start()
+            if wanted is None and rebalance_every is not None:
+                self._moving = threading.Thread(
+                    target=self._keep_moving, args=[rebalance_every], name=f"stages of run {run_id}", daemon=True
+                )
+                self._moving.start()
         except BaseException:
             self.shutdown()
             raise
 
     # --- the stages of this peer --------------------------------------------------------------------------------------
 
-    def _hold(self, number: int) -> None:
+    def _hold(self, number: int, *, instead_of: int | None = None) -> None:
         """Make the module and the optimizer of a stage, and begin to compute it for others."""
+        # Nobody can offer a state and train, so the copy goes first; and the place is taken before another one is left.
+        state = None if self._backups is None else self._backups.release(number)
+        self._portal.call(self._network.announce(number))
+        if instead_of is not None:
+            self._leave(instead_of)
         module, options = self.stages[number](), self.options
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"stage {number} must make a torch.nn.Module, got {type(module).__name__}")
@@ -228,9 +267,51 @@ class StagedModel(Facade):
             inner_batch_size=options.inner_batch_size,
             **options.optimizer_opts,
         )
-        device = next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
-        jobs = self._jobs_of(device or torch.device("cpu"))
-        self._portal.call(self._network.hold(number, module, optimizer, jobs))
+        try:
+            if state is not None and optimizer is not None:
+                optimizer.load_state(state)
+            device = next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
+            jobs = self._jobs_of(device or torch.device("cpu"))
+            self._portal.call(self._network.hold(number, module, optimizer, jobs))
+        except BaseException:
+            if optimizer is not None:
+                optimizer.shutdown()
+            raise
+
+    def _leave(self, number: int) -> None:
+        """Hold a stage no more."""
+        self._portal.call(self._network.leave(number))
+        self.modules.pop(number, None)
+
+    def _keep_moving(self, every: float) -> None:
+        """Hold another stage whenever this peer is needed there more. Runs in a thread until this is shut down."""
+        try:
+            while self._network.is_auto:
+                move = self._portal.call(self._network.wait_for_move(every))
+                lost = self._portal.call(self._network.finish(move))
+                logger.warning(
+                    "this peer moves from stage %d to stage %d, which needs it more%s",
+                    *(move.source, move.target, f"; the gradients of {lost} samples are lost" if lost else ""),
+                )
+                self._move(move)
+        except (ReactorError, CancelledError):
+            logger.debug("shut down during a move")
+        except Exception:
+            logger.exception("this peer holds no stage any more: start it again")
+
+    def _move(self, move: Move) -> None:
+        try:
+            self._hold(move.target, instead_of=move.source)
+        except (ReactorError, CancelledError):
+            raise
+        except Exception as e:
+            logger.warning(
+                "this peer cannot hold stage %d, so it returns to stage %d and stays there: %s: %s",
+                *(move.target, move.source, type(e).__name__, quoted(e)),
+            )
+            self._network.is_auto = False
+            self._leave(move.target)
+            self._hold(move.source)
 
     def _jobs_of(self, device: torch.device) -> JobPool:
         """The computing thread of a device, which all stages there share."""
@@ -259,7 +340,7 @@ class StagedModel(Facade):
         Raises:
             ValueError: this peer holds no stage.
         """
-        if not self.modules:
+        if not self.modules and self._moving is None:
             raise ValueError("this peer holds no stage: give stage='auto' or a number to compute for others")
         with contextlib.suppress(KeyboardInterrupt):
             while self.is_alive():
@@ -310,22 +391,28 @@ class StagedModel(Facade):
 
         leaves = [each for each in tensors_of(inputs) if each.requires_grad]
         needed = [each.requires_grad for each in tensors_of(inputs)]
-        losses: torch.Tensor = _Through.apply(send, needed, *leaves)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), device="cpu", requires_grad=True)  # inputs may be integers: losses need a graph anyway
+        losses: torch.Tensor = _Through.apply(send, needed, anchor, *leaves)  # type: ignore[no-untyped-call]
         return losses
 
     def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
         waiting: deque[AwaitableFuture[Brought | None]] = deque()
+        # If the caller stops early, what is on its way still comes through: stages count it all or not at all.
+        for each in microbatches:
+            waiting.append(self._submit(*_parsed(each), trains=trains))
+            # One that takes long holds up the losses of those after it, but not them.
+            while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
+                yield from self._losses_of(waiting.popleft())
+        while waiting:
+            yield from self._losses_of(waiting.popleft())
+
+    def _losses_of(self, future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
         try:
-            for each in microbatches:
-                waiting.append(self._submit(*_parsed(each), trains=trains))
-                # One that takes long holds up the losses of those after it, but not them.
-                while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
-                    yield from _losses_of(waiting.popleft())
-            while waiting:
-                yield from _losses_of(waiting.popleft())
-        finally:
-            for future in waiting:
-                future.cancel()
+            brought = future.result()
+        except concurrent.futures.CancelledError:
+            raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+        if brought is not None:
+            yield brought.losses
 
     def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
         assert self._driver is not None
@@ -353,7 +440,11 @@ class StagedModel(Facade):
             timeout: the longest time to wait for it, in seconds.
         """
         self._closing.set()
+        if self._backups is not None:
+            self._backups.stop()
         self._portal.close(timeout)
+        if self._moving is not None:
+            self._moving.join(timeout)
         if self._tracker is not None:
             self._tracker.shutdown(timeout)
         for _, runtime in self._runtimes.values():
@@ -370,8 +461,9 @@ class _Network:
         self.directory = StageDirectory(model.dht.node, p2p, model.run_id, self.count)
         self.service = StageService(p2p, model.run_id, self.directory)
         self._measured = Measurements()
-        self._computes: list[StageCompute] = []
-        self._auto: set[int] = set()
+        self._computes: dict[int, StageCompute] = {}
+        self.is_auto = False
+        """Whether it may move."""
         self._steps: Steps | None = None
         self._drivers: TrackedDrivers | None = None
         self._tasks = BackgroundTasks(logger, f"the StagedModel of run {model.run_id!r}")
@@ -393,7 +485,7 @@ class _Network:
             self._drivers.close()
         await self.directory.stop()
         await self.service.close(self.options.patience.request_timeout)
-        for compute in self._computes:
+        for compute in [*self._computes.values()]:
             await compute.close()
 
     def _hop_to(self, stage: int) -> Hop:
@@ -405,9 +497,14 @@ class _Network:
 
     async def choose_stage(self) -> int:
         """Take a place where one more peer is needed most."""
-        stage = await take_place(self.directory, self.p2p.peer_id)
-        self._auto.add(stage)
-        return stage
+        self.is_auto = True
+        return await take_place(self.directory, self.p2p.peer_id)
+
+    async def announce(self, number: int) -> None:
+        """Tell others that this peer is about to hold a stage, unless they know."""
+        if self.p2p.peer_id not in self.directory.peers_of(number):
+            await self.directory.mark(number, is_joining=True, serves_auto=self.is_auto, since=get_dht_time())
+            await self.directory.declare(StageRecord(stage=number, epoch=0, rate=0.0))
 
     async def hold(self, number: int, module: torch.nn.Module, optimizer: Any, jobs: JobPool) -> None:
         """Begin to compute a stage for others, with the newest state."""
@@ -422,15 +519,11 @@ class _Network:
             autocast=options.autocast,
             inner_batch_size=None if optimizer is None else options.inner_batch_size,
         )
-        self._computes.append(compute)
+        self._computes[number] = compute
         norms = None
         if options.clip_grad_norm is not None and optimizer is not None:
             norms = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
             clip_by_global_norm(optimizer, options.clip_grad_norm, norms.gather)
-        is_auto = number in self._auto
-        if not is_auto:  # otherwise the place is taken
-            await self.directory.mark(number, is_joining=True, since=get_dht_time())
-            await self.directory.declare(StageRecord(stage=number, epoch=0, rate=0.0))
         await compute.join()
         host = StageHost(
             number,
@@ -446,8 +539,29 @@ class _Network:
         )
         host.start()
         self.service.hosts[number] = host
-        await self.directory.mark(number, serves_auto=is_auto, since=get_dht_time())
+        await self.directory.mark(number, serves_auto=self.is_auto, since=get_dht_time())
         await self.directory.declare(host.record())
+        self._watch()
+
+    async def wait_for_move(self, every: float) -> Move:
+        """Wait until this peer is to move to another stage."""
+        return await next_move(self.directory, self.p2p.peer_id, every, self.p2p.rng)
+
+    async def finish(self, move: Move) -> int:
+        """Finish what there is of a stage that this peer is about to leave; returns the samples that are lost."""
+        host, compute = self.service.hosts[move.source], self._computes[move.source]
+        patience = self.options.patience.microbatch_timeout
+        return await finish(self.directory, host, lambda: compute.samples, move, patience)
+
+    async def leave(self, number: int) -> None:
+        """Hold a stage no more. Callers that still wait are told."""
+        host, compute = self.service.hosts.pop(number, None), self._computes.get(number)
+        await self.directory.withdraw(number)
+        if host is not None:
+            await host.close()
+        if compute is not None:
+            await compute.close()
+            del self._computes[number]
         self._watch()
 
     def _watch(self) -> None:
@@ -503,13 +617,7 @@ class _Through(torch.autograd.Function):
         if not torch.equal(grad, grad[:1].expand_as(grad)):
             raise ValueError("the stages have used the mean of the losses: call losses.mean().backward()")
         scale = float(grad.sum())
-        return None, None, *(each if each is None else each * scale for each in ctx.grads)
-
-
-def _losses_of(future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
-    brought = future.result()
-    if brought is not None:
-        yield brought.losses
+        return None, None, None, *(each if each is None else each * scale for each in ctx.grads)
 
 
 def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
@@ -521,6 +629,7 @@ def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str,
     if not isinstance(microbatch, tuple | list) or len(microbatch) not in (2, 3):
         raise TypeError(f"a microbatch must be (inputs, labels) or (inputs, labels, extras), got {type(microbatch)}")
     inputs, labels, extras = (*microbatch, None)[:3]
+    form_of([inputs, labels, *(dict(each) for each in (extras or {}).values())])  # raises if it cannot be sent
     tensors = tensors_of(inputs)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise ValueError("the first tensor of the inputs must have the samples of a microbatch as its first dimension")

@@ -1,19 +1,24 @@
 """How a peer with ``stage="auto"`` finds its stage, and later another one.
 
 The decisions are in :mod:`shoal.stages.placement`. Here they are declared, and made again when all others know that.
-Both procedures only settle which stage it is. The caller does the rest: it finishes what the peer still has, downloads
-the state of the new stage, and serves.
+Then a peer that moves finishes what it has (:func:`finish`). The rest is up to the caller::
+
+    take_place ─► download ─► serve ─► next_move ─► finish ─► leave ─► download ─► serve
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
+from collections.abc import Callable
 
 from shoal.base.clock import get_dht_time
+from shoal.base.tasks import wait_at_most
 from shoal.p2p import PeerID
-from shoal.stages.directory import StageDirectory, StageRecord
-from shoal.stages.placement import Move, may_move, move_of, stage_for_newcomer
+from shoal.stages.directory import LIFETIME, StageDirectory, StageRecord, seconds_between_looks
+from shoal.stages.host import StageHost
+from shoal.stages.placement import SETTLING_SECONDS, Move, may_move, move_of, rates_of, stage_for_newcomer
 
 # Seconds until all others have seen what was declared, and have declared theirs. Chosen: a few times what a store and a
 # reading take over slow lines. A newcomer waits for less, because its choice can still be mended by a move.
@@ -21,6 +26,9 @@ PAUSE_OF_NEWCOMER, PAUSE_OF_MOVER = 2.0, 5.0
 # The most stages that a newcomer declares before it stays (chosen): in each turn, one more of those that come together
 # is content.
 MOST_TURNS = 8
+# The longest wait for a step that takes the gradients of a peer that moves, in seconds. Chosen: the rest of the time in
+# which others count on it is for the download.
+STEP_SECONDS = SETTLING_SECONDS / 2
 
 
 async def take_place(directory: StageDirectory, me: PeerID) -> int:
@@ -46,8 +54,8 @@ async def take_place(directory: StageDirectory, me: PeerID) -> int:
 async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move | None:
     """Find out whether this peer moves to another stage, by the step with this number.
 
-    If it does, its record says so when this returns, and others count it in its new stage. It goes on serving until the
-    caller declares that it is leaving.
+    If it does, its record says so when this returns, and others count it in its new stage. It goes on serving until it
+    declares that it is leaving. Another peer of its stage has shown since then that it is alive.
 
     Args:
         step: the same at all peers, such as the number of the present period.
@@ -56,10 +64,64 @@ async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move 
     move = move_of(directory.all_peers(), step)
     if move is None or move.peer != me:
         return None
-    await directory.mark(move.source, moves_to=move.target, since=get_dht_time())
-    await asyncio.sleep(PAUSE_OF_MOVER)
-    await directory.read_all()
-    if may_move(directory.all_peers(), move, step):
-        return move
-    await directory.mark(move.source)
+    since = get_dht_time()
+    await directory.mark(move.source, serves_auto=True, moves_to=move.target, since=since)
+    while get_dht_time() < since + LIFETIME:
+        await asyncio.sleep(PAUSE_OF_MOVER)
+        await directory.read_all()
+        if not may_move(directory.all_peers(), move, step):
+            break
+        others = [record for peer, record in directory.peers_of(move.source).items() if peer != me]
+        if any(each.serves and each.moves_to is None and each.time > since for each in others):
+            return move
+    await directory.mark(move.source, serves_auto=True)
     return None
+
+
+async def next_move(directory: StageDirectory, me: PeerID, every: float, rng: random.Random) -> Move:
+    """Wait until this peer is to move to another stage; see :func:`decide_move`.
+
+    All peers decide once in each half of the period. While a stage has no peer, they decide whenever they look.
+
+    Args:
+        every: the seconds of a period: within about this time, the richest stage helps the poorest.
+        rng: spreads the looks of all peers.
+    """
+    period = every / 2
+    pause, decided = min(seconds_between_looks(directory.count), period / 2), get_dht_time() // period
+    while True:
+        await asyncio.sleep(pause * rng.uniform(0.5, 1.5))
+        await directory.read_all()
+        step = get_dht_time() // period
+        if step > decided or not all(rates_of(directory.all_peers()).values()):
+            decided = step
+            if move := await decide_move(directory, me, int(step)):
+                return move
+
+
+async def finish(
+    directory: StageDirectory, host: StageHost, samples: Callable[[], int], move: Move, patience: float
+) -> int:
+    """Finish what a peer has that is about to leave its stage: the microbatches under way, and then the step to which
+    its gradients belong.
+
+    No step can be made while a stage has no peer. So a peer that moves to such a stage does not wait for one.
+
+    Args:
+        host: of the stage that it leaves.
+        samples: tells how many samples wait for the next step.
+        patience: the seconds that a microbatch may take.
+
+    Returns:
+        The samples whose gradients are lost.
+    """
+    peers = directory.all_peers()
+    is_urgent = not any(record.serves for record in peers[move.target].values())
+    host.is_leaving = True
+    await directory.declare(host.record())
+    await host.drain(0.0 if is_urgent else patience)
+    epoch, now = host.epoch, asyncio.get_running_loop().time
+    until = now() + (0.0 if is_urgent else STEP_SECONDS)
+    while samples() and host.epoch == epoch and now() < until:
+        await wait_at_most(host.changes.next, until - now())
+    return samples() if host.epoch == epoch else 0

@@ -122,23 +122,24 @@ def move_of(peers: Peers, step: int, ignored: Collection[PeerID] = ()) -> Move |
         ignored: peers whose plans do not count.
 
     Returns:
-        ``None`` if nobody moves. Nobody does while another peer joins or moves.
+        ``None`` if nobody moves. Nobody does while another peer joins or moves, except to a stage without peers.
     """
-    for records in peers.values():
-        if any(is_settling(record) for peer, record in records.items() if peer not in ignored):
-            return None
     speeds = _speeds(peers, ignored)
     rates = _sums(speeds)
     target = min(rates, key=lambda stage: (rates[stage], stage))
+    others = [record for records in peers.values() for peer, record in records.items() if peer not in ignored]
+    if rates[target] > 0 and any(map(is_settling, others)):
+        return None
     least = SHARE * rates[target] / max(1, len(speeds[target]))
     for source in sorted(rates, key=lambda stage: (-rates[stage], stage)):
-        if rates[source] + rates[target] <= 2 * GAIN * rates[target] or len(speeds[source]) < 2:
+        here = {peer: record for peer, record in peers[source].items() if peer in speeds[source] and record.serves}
+        if rates[source] + rates[target] <= 2 * GAIN * rates[target] or len(here) < 2:
             continue
         movers = [
             peer
-            for peer, speed in speeds[source].items()
-            if peers[source][peer].serves_auto
-            and min(rates[source] - speed, rates[target] + speed) - rates[target] > least
+            for peer, record in here.items()
+            if record.serves_auto
+            and min(rates[source] - speeds[source][peer], rates[target] + speeds[source][peer]) - rates[target] > least
         ]
         if movers:
             return Move(min(movers, key=lambda peer: rank_of(peer, step)), source, target)

@@ -115,6 +115,8 @@ class Works:
         self.places, self.max_bytes, self.patience = places, max_bytes, patience
         self.most_waiting = places
         """The most works whose forward pass is not done. Others would be done sooner elsewhere."""
+        self.is_last = False
+        """Whether this is the last stage, which computes both ways in one pass."""
         self._works: dict[MicrobatchID, Work] = {}
         # Those that have counted here and are gone. Bounded: an identity comes back only soon, after a repair.
         self._counted: Bounded[MicrobatchID, None] = Bounded()
@@ -136,7 +138,7 @@ class Works:
         """How many more works would be accepted now."""
         waiting = further = 0
         for work in self._works.values():
-            if work.phase in (Phase.RESERVED, Phase.FORWARD):
+            if work.phase in (Phase.RESERVED, Phase.FORWARD) or (self.is_last and work.phase is Phase.BACKWARD):
                 waiting += 1
             elif work.phase in (Phase.WAITING, Phase.BACKWARD) or (work.phase is Phase.DONE and work.callers):
                 further += 1

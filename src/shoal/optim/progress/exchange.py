@@ -462,12 +462,15 @@ class ProgressExchange(ServicerBase):
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.plan_refresh(get_dht_time())
 
-    async def ask_all(self, seconds: float) -> None:
+    async def ask_all(self, seconds: float, *, reads: bool = False) -> None:
         """Ask all others that can be called how far they are.
 
         Args:
             seconds: after this many, continue with the answers so far.
+            reads: read their records first.
         """
+        if reads:
+            await self.fetch(HOLDERS_READ_AT_START)
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
             await asyncio.wait(calls, timeout=seconds)

@@ -1,0 +1,58 @@
+"""Stages at scale, in virtual time: peers of different speed that come and die, and what else can happen to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.stages_simulation import SCENARIOS, STORIES, Figures, Scenario, simulate
+from tests.drills import mostly_drills
+
+SMALL = Scenario(steps=8, microbatches=24, stages=3, peers=4, drivers=2, in_flight=8, session=300.0)
+LONGEST_STEP = 120.0
+"""With a minute in which a stage has no peer."""
+
+
+def check(made: Figures) -> None:
+    """Nothing hangs, nothing is lost, and hardly anything is computed twice."""
+    assert made.out_of_step == 0
+    assert made.dropped == 0
+    assert made.longest_step < LONGEST_STEP
+    assert made.lost_per_death <= 2
+    assert made.counted_twice <= 0.005 * made.microbatches * SMALL.stages
+
+
+def test_same_seed_gives_the_same_run() -> None:
+    scenario = replace(SMALL, steps=3, session=30.0)
+    first, second, other = (simulate("plain", scenario, seed) for seed in (1, 1, 2))
+    assert first.trace == second.trace != other.trace
+    assert first.deaths == second.deaths > 0
+    assert first.microbatches >= scenario.steps * scenario.microbatches
+
+
+@pytest.mark.parametrize(
+    "story", mostly_drills(["lonely", "lost_driver", *sorted({*STORIES} - {"lonely", "lost_driver"})], quick=2)
+)
+def test_swarms_outlive_what_happens_to_them(story: str) -> None:
+    check(simulate(story, replace(SMALL, story=story)))
+
+
+@pytest.mark.parametrize("spread", mostly_drills([30.0, 300.0]))
+def test_nobody_waits_for_slow_peers_in_long_steps(spread: float) -> None:
+    made = simulate("stable", replace(SMALL, spread=spread, steps=1, microbatches=192, session=1e9))
+    check(made)
+    assert not made.repaired
+    assert made.share > 0.6
+
+
+@pytest.mark.slow_drill
+def test_a_thousand_steps_of_many_peers() -> None:
+    check(simulate("plain", replace(SCENARIOS["plain"], steps=1000, microbatches=32, in_flight=8)))
+
+
+@pytest.mark.slow_drill
+def test_long_steps_use_the_poorest_stage() -> None:
+    made = simulate("plain", replace(SCENARIOS["plain"], steps=3, microbatches=4096))
+    check(made)
+    assert made.share > 0.85
