@@ -220,6 +220,7 @@ def test_scores_of_experts_follow_the_gate() -> None:
         assert [each.count_nonzero() for each in grads] == [4, 3]
 
 
+@pytest.mark.devices
 def test_inputs_are_not_held_to_the_shape_of_the_schema() -> None:
     def attend(x: torch.Tensor, *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": x * mask[..., None], "mask": mask}
