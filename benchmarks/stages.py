@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -48,7 +49,7 @@ def crew_of(
     hosts: Sequence[Any] = (),
     **further: Any,
 ) -> Iterator[Crew]:
-    """Peers that hold these stages; each has joined the first one, after those before it."""
+    """Peers that hold these stages; each has joined the first one."""
     arguments = {
         "holds": json.dumps(holds),
         "sizes": json.dumps(sizes),
@@ -58,8 +59,14 @@ def crew_of(
     }
     with Crew("stages_peer.py", library, len(holds), hosts, **arguments) as crew:
         [addresses] = crew.ask("open", to=crew.processes[:1])
-        for process, stage in zip(crew.processes, holds, strict=True):
-            crew.ask("join", addresses, stage, to=[process])
+        joining = []
+        for number, (process, stage) in enumerate(zip(crew.processes, holds, strict=True)):
+            crew.tell("join", addresses, stage, to=[process])
+            if number and stage != "auto":  # what this one takes depends on those before it, and not on those after it
+                joining.append(process)
+            else:
+                crew.answers_of([process])
+        crew.answers_of(joining)
         yield crew
 
 
@@ -134,9 +141,11 @@ def measure_rebalancing(args: argparse.Namespace) -> Figures:
     size = Size(length=8, width=32, hidden=8, seconds=args.wait)
     options = {**args.options, "rebalance_every": args.period}
     # The second one finds that nobody holds stage 0, which becomes the rich one.
-    with crew_of("shoal", [1, "auto", 0, 0, 0, None], [size] * 2, args, options=options) as crew:
-        _, mover, *_, driver = crew.processes
+    with crew_of("shoal", [1, "auto", None, 0, 0, 0], [size] * 2, args, options=options) as crew:
+        _, mover, driver, *_ = crew.processes
         [[rich]] = crew.ask("held", to=[mover])
+        if rich != 0:
+            sys.exit("it moved before all others were there: give a longer --period")
         complete = time.monotonic()
         crew.tell("drive", None, args.period + 2 * args.window, to=[driver])
         while crew.ask("held", to=[mover]) == [[rich]] and time.monotonic() - complete < args.period + args.window:
@@ -186,7 +195,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=8, help="microbatches that are under way at a time")
     parser.add_argument("--milliseconds", type=float, default=50, help="of computing for a stage and a microbatch")
     parser.add_argument("--wait", type=float, default=0.2, help="seconds of a stage that does not compute")
-    parser.add_argument("--period", type=float, default=30, help="seconds between two looks at the stages")
+    parser.add_argument("--period", type=float, default=60, help="seconds between two looks at the stages")
     parser.add_argument("--window", type=float, default=20, help="seconds in which the throughput is looked at")
     parser.add_argument("--settle", type=float, default=3, help="seconds after the move that do not count")
     parser.add_argument("--layers", type=int, default=32, help="of the stages whose memory is measured")

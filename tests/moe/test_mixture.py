@@ -149,8 +149,11 @@ def test_each_sample_needs_answers() -> None:
             gated(client, size=1, allow_zero_outputs=True)(torch.eye(4)[1:3])
         with pytest.raises(ValueError, match="k_min must be from 0 to k_best"):
             gated(client, k_min=3)
-        with pytest.raises(ValueError, match="at least one sample"):
-            gated(client)(torch.ones(0, 4))
+        with pytest.raises(ValueError, match="k_best must be positive"):
+            gated(client, k_best=0, k_min=0)
+        for shape in ((4,), (0, 4)):
+            with pytest.raises(ValueError, match=r"of shape \(samples, …, features\), with at least one sample, got"):
+                gated(client)(torch.ones(shape))
         with pytest.raises(RuntimeError, match=r"no experts found with the prefix 'x\.'"):
             gated(client, uid_prefix="x.")(inputs)
 

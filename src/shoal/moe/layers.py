@@ -185,9 +185,14 @@ class ClippingWrapper(OptimizerWrapper):
 
     Args:
         clip_grad_norm: the largest norm.
+
+    Raises:
+        ValueError: the norm is not positive.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, clip_grad_norm: float) -> None:
+        if not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm}")
         super().__init__(optim)
         self.clip_grad_norm = clip_grad_norm
 

@@ -94,6 +94,8 @@ class RemoteMixtureOfExperts(nn.Module):
         **dht_kwargs: Any,
     ) -> None:
         super().__init__()
+        if k_best < 1:
+            raise ValueError(f"k_best must be positive, got {k_best}")
         if not 0 <= k_min <= k_best:
             raise ValueError(f"k_min must be from 0 to k_best, the number of experts that are asked: {k_min}, {k_best}")
         self._failures = failures = Backoffs(_FIRST_PAUSE, _LONGEST_PAUSE, time.monotonic)
@@ -202,8 +204,11 @@ class RemoteMixtureOfExperts(nn.Module):
         Returns:
             The experts, and what :class:`_RemoteCallMany` returns.
         """
-        if not len(input):
-            raise ValueError("a mixture of experts needs at least one sample, got an empty batch")
+        if input.ndim < 2 or not len(input):
+            raise ValueError(
+                "a mixture of experts takes an input of shape (samples, …, features), with at least one sample, got "
+                f"{tuple(input.shape)}"
+            )
         on_cpu = [each.detach().cpu() for each in grid_scores]
         if any(each.isnan().any() for each in on_cpu):
             raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
@@ -375,7 +380,8 @@ class _RemoteCallMany(torch.autograd.Function):
         rows = [[each[group.samples] for each in inputs] for group in groups]
 
         async def call(group: _Group, rows: Tensors) -> list[torch.Tensor]:
-            expert, timeout = group.expert, _timeout(group, forward_timeout)
+            expert = group.expert
+            timeout = expert.timeout if forward_timeout is None else None  # else all calls together have a limit
             outputs = await expert_forward(expert.uid, rows, info, expert.stub, timeout)
             if any(len(each) != len(group.samples) for each in outputs):
                 raise ProtocolError(f"it returned other numbers of rows than {len(group.samples)}")
@@ -431,7 +437,8 @@ class _RemoteCallMany(torch.autograd.Function):
             tensors_of.append(([each[samples] for each in inputs], grad_rows))
 
         async def call(group: _Group, tensors: tuple[Tensors, Tensors]) -> list[torch.Tensor]:
-            expert, timeout = group.expert, _timeout(group, backward_timeout)
+            expert = group.expert
+            timeout = expert.timeout if backward_timeout is None else None
             return await expert_backward(expert.uid, *tensors, ctx.info, expert.stub, timeout)
 
         expected = Counter(sample for group in groups for sample in group.samples)
@@ -450,11 +457,6 @@ class _RemoteCallMany(torch.autograd.Function):
                     total.index_add_(0, rows, tensor.detach().to(total.dtype))
         there = [total.to(each.device) for total, each in zip(totals, ctx.saved_tensors, strict=True)]
         return *[None] * 10, *once(there)
-
-
-def _timeout(group: _Group, whole: float | None) -> float | None:
-    """How long the server of one expert may be silent, if all calls together have this time limit."""
-    return group.expert.timeout if whole is None else None
 
 
 Kinds = list[tuple[torch.Size, torch.dtype]]
