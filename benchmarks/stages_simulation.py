@@ -115,7 +115,7 @@ class Figures:
     missed_steps: int
     """Peers that had gradients and were not in the step of their stage."""
     out_of_step: int
-    """Microbatches that met parameters of another step."""
+    """Microbatches that met parameters of another step, or of one that is too old."""
     trace: str
     """Hash of everything that reached a host, and when: the same for the same seed."""
     processor_seconds: float
@@ -200,7 +200,8 @@ class Peer(FakeCompute):
 
     def count(self, task: StageTask) -> None:
         self.uncredited.append((task.driver, task.seed))
-        self.swarm.out_of_step += task.step != self.epoch
+        most, staleness = self.swarm.max_staleness, self.epoch - task.step
+        self.swarm.out_of_step += bool(staleness) if most is None else staleness > most
 
     async def forward(self, task: StageTask, inputs: Any, extras: Mapping[str, Any]) -> Any:
         await self._pass("forward", task)
@@ -215,6 +216,7 @@ class Peer(FakeCompute):
         return [each[:, :1] if self.stage == 0 else each for each in output_grads if each is not None]
 
     async def make_step(self) -> int:
+        await self.until_idle()  # what is computed now counts in the step
         self.epoch = await self.holders.make_step(self)
         return self.epoch
 

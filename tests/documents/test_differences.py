@@ -59,6 +59,7 @@ empty marks in grids | tests/moe/test_beam_search.py::test_marks_of_a_flat_grid_
 one request of a | tests/moe/test_server.py::test_only_the_wrong_one_of_merged_requests_fails
 an empty batch, or | tests/serving/test_runtime.py::test_short_batch_leaves_at_its_timeout
 a server has eight | tests/moe/test_server.py::test_experts_are_declared_and_withdrawn
+a gradient of NaN | tests/moe/test_backend.py::test_failed_backward_changes_nothing
 `clip_grad_norm` or a | tests/moe/test_backend.py::test_contradictions_are_refused
 `background_server` hangs | tests/moe/test_server.py::test_background_server_that_cannot_start
 checkpoints of experts | tests/moe/test_backend.py::test_old_checkpoints_are_deleted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,51 @@ def test_each_input_gets_a_gradient() -> None:
     assert [each.tolist() for each in grads[:3]] == [(factor * ones).tolist() for factor in (1, 2, 3)]
     assert grads[3].equal(torch.zeros_like(number))
     assert backend.module.scale.grad is not None
+
+
+class Fails(nn.Module):
+    """Two factors; between them, the backward pass fails for negative inputs, and has no number for large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * self.first
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            assert (x >= 0).all(), "negative"
+            return grad.masked_fill(x > 100, math.nan)
+
+        if hidden.requires_grad:
+            hidden.register_hook(spoil)
+        return hidden * self.second
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1.0, "negative"), (101.0, "not finite")])
+def test_failed_backward_changes_nothing(value: float, error: str) -> None:
+    module = Fails()
+    backend = ModuleBackend("e.0", module, args_schema=(ROW,), max_batch_size=4, optimizer=SGD(module.parameters()))
+    module.first.grad = torch.full((2,), 3.0)  # of passes that are to be averaged with later ones
+    with pytest.raises((AssertionError, ValueError), match=error):
+        backend.backward(torch.full((1, 2), value), torch.ones(1, 2))
+    assert module.first.tolist() == [1, 1]
+    assert module.first.grad.tolist() == [3, 3]
+    assert module.second.grad is None
+
+
+def test_complex_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="view_as_real"):
+        ModuleBackend("e.0", nn.Identity(), args_schema=(BatchTensorDescriptor(dtype=torch.cfloat),), max_batch_size=4)
+
+
+def test_sparse_gradients() -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    numbers = BatchTensorDescriptor(dtype=torch.int64)
+    backend = ModuleBackend("e.0", module, args_schema=(numbers,), max_batch_size=4, optimizer=SGD(module.parameters()))
+    before = module.weight.detach().clone()
+    backend.backward(torch.tensor([1, 1]), torch.ones(2, 2))
+    assert (before - module.weight)[1].tolist() == pytest.approx([2, 2])
 
 
 def test_only_keyword_inputs() -> None:
@@ -242,3 +288,11 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert "there is no checkpoint of expert e.1" in caplog.text
     with pytest.raises(AssertionError, match="existing folder"):
         is_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [b"", b"cut off"])
+def test_unreadable_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    store_experts({"e.0": linear()}, tmp_path)
+    (tmp_path / "e.0" / LAST).write_bytes(content)
+    with pytest.raises(RuntimeError, match=rf"cannot load .*{LAST}.*an older checkpoint"):
+        load_experts({"e.0": linear()}, tmp_path)

@@ -57,7 +57,7 @@ def test_only_own_records_are_withdrawn() -> None:
         until = soon()
         declare_experts(first, ["e.1.2", "e.1.3", "f.1"], until)
         declare_experts(second, ["e.1.3"], until + 1)
-        withdrawn = withdraw_experts(first, ["e.1.2", "e.1.3", "f.1"], until)
+        withdrawn = withdraw_experts(first, ["e.1.2", "e.1.3", "f.1"], until).result()
         assert withdrawn == dict.fromkeys(["e.1.2", ("e.1.", 2), "f.1", ("f.1.", -1)], True)
         assert second.get("e.1.2", latest=True).value is None  # type: ignore[union-attr]
         assert second.get("e.1.3", latest=True).value == second.peer_id.to_base58()  # type: ignore[union-attr]

@@ -237,6 +237,26 @@ def test_silent_caller_loses_its_memory() -> None:
         assert ask(server, caller, "rpc_forward", torch.ones(8, 2)).result(SOON)[0].shape == (8, 2)
 
 
+def test_caller_that_does_not_read_loses_its_answer() -> None:
+    class Large(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_ones(len(x), 2**24)
+
+    with served({"e.0": backend_of(Large())}, limits=ExpertLimits(silence=0.5, bytes=2**26)) as (server, caller):
+        held = server.conn_handlers[0]._service._held
+
+        async def read_nothing(dht: DHT, node: Any) -> None:
+            async with ExpertService.get_stub(node.p2p, server.dht.peer_id).rpc_forward() as call:
+                await call.send(ExpertRequest("e.0", nbytes=8))
+                await send_tensors(call, [torch.ones(1, 2)], end=True)
+                await asyncio.sleep(SOON)
+
+        calling = caller.run_coroutine(read_nothing, return_future=True)
+        wait_for(lambda: held.total() == 2**26)
+        wait_for(lambda: not held)
+        calling.cancel()
+
+
 def test_private_run_admits_only_those_that_may_train() -> None:
     secret, until = Token.new_run("secret"), int(time.time()) + 3600
     train, watch = (secret.invite(roles, until).text for roles in (ROLES_BY_NAME["train"], Roles.MONITOR))

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import shoal.serving.runtime
 from shoal.errors import BusyError, ReactorError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import FinalError, JobPool, TaskPool, TaskPoolBase
+from tests.test_reactor import in_forked_child, needs_fork
 
 SOON = 10.0
 
@@ -162,6 +164,19 @@ def test_shut_down_runtime_fails_what_waits() -> None:
     for future in (waiting, pool.submit_task(rows(1)), jobs.submit(int)):
         with pytest.raises(ReactorError, match="is shut down"):
             future.result(timeout=0)
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_forked_child_does_not_wait_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.serving.runtime, "END_SECONDS", 1e6)
+    with running() as runtime:
+
+        def in_child(sender: Any) -> None:
+            runtime.shutdown()
+            sender.send("done")
+
+        assert in_forked_child(in_child) == "done"
 
 
 async def test_jobs_run_in_order_of_priority() -> None:

@@ -92,6 +92,10 @@ class FakeCompute:
         """The samples of a microbatch count here."""
         self.counted.append((task, self.epoch))
 
+    async def until_idle(self) -> None:
+        """Wait until the pass that is computed now is done."""
+        await self._device.run(lambda: None, 0.0, -1)
+
     @property
     def is_at_work(self) -> bool:
         """Whether it computes now."""

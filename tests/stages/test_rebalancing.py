@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.optim import progress_tracker
 from shoal.stages import directory, model, moving, placement
 from shoal.stages.compute import StageCompute
 from shoal.stages.host import Pace
@@ -32,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (model, "DECLARE_SECONDS", 0.2),
         (moving, "PAUSE_OF_NEWCOMER", 0.1),
         (moving, "PAUSE_OF_MOVER", 0.5),
+        (progress_tracker, "FIRST_LOOK_SECONDS", 1.0),
     ):
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(Pace, "rate", 1.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class ModuleBackend:
         if outputs_compression is not None:
             self.outputs_schema = with_compression(self.outputs_schema, outputs_compression)
         self.backward_schema = (self.forward_schema, self.outputs_schema)
+        if any(each.dtype.is_complex for each in nested_flatten(self.backward_schema)):
+            raise ValueError(f"expert {name}: complex tensors get no gradients here; use torch.view_as_real")
         self.grad_inputs_schema, self.grad_outputs_schema = self.forward_schema, self.outputs_schema
         self._grad_compression = grad_compression
         if grad_compression is not None:
@@ -94,6 +97,9 @@ class ModuleBackend:
 
         Returns:
             A gradient for each input, zeros if it has none.
+
+        Raises:
+            ValueError: a gradient of a parameter is not finite.
         """
         count = sum(1 for _ in nested_flatten(self.forward_schema))
         given, grads = [each.detach() for each in inputs[:count]], inputs[count:]
@@ -103,12 +109,32 @@ class ModuleBackend:
             outputs = [*nested_flatten(self.module(*args, **kwargs))]
             pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
             if pairs:
-                torch.autograd.backward([out for out, _ in pairs], [grad.to(out) for out, grad in pairs])
+                with self._kept_if_it_fails():
+                    torch.autograd.backward([out for out, _ in pairs], [grad.to(out) for out, grad in pairs])
         try:
             self.on_backward(len(inputs[0]))
         except Exception as e:
             raise FinalError(f"learning failed: {type(e).__name__}: {e}") from e
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+
+    @contextlib.contextmanager
+    def _kept_if_it_fails(self) -> Iterator[None]:
+        """Leave no part of the gradients of a failed pass, because the next one would learn from it.
+
+        Raises:
+            ValueError: a gradient is not finite. One step with it would end the training of this expert for everybody.
+        """
+        parameters = [*self.module.parameters()]
+        kept = [None if each.grad is None else each.grad.clone() for each in parameters]
+        try:
+            yield
+            grads = [each.grad for each in parameters if each.grad is not None]
+            if not all((each.coalesce().values() if each.is_sparse else each).isfinite().all() for each in grads):
+                raise ValueError("the gradients are not finite, so the expert does not learn from them")
+        except Exception:
+            for each, grad in zip(parameters, kept, strict=True):
+                each.grad = grad
+            raise
 
     def on_backward(self, batch_size: int) -> None:
         """Learn from the gradients of the parameters. Subclasses may override this."""
@@ -158,8 +184,7 @@ def with_compression(schema: Any, compression: CompressionType) -> Any:
     def changed(each: BatchTensorDescriptor) -> BatchTensorDescriptor:
         if not each.dtype.is_floating_point:
             return each
-        kept = ("dtype", "layout", "device", "requires_grad", "pin_memory")
-        fields = {name: getattr(each, name) for name in kept}
-        return BatchTensorDescriptor(*each.size[1:], **fields, compression=compression)
+        fields = {**vars(each), "compression": compression}
+        return BatchTensorDescriptor(*fields.pop("size")[1:], **fields)
 
     return nested_map(changed, schema)

@@ -84,12 +84,22 @@ def _write(states: Mapping[str, Any], checkpoint_dir: Path) -> None:
 
 
 def load_experts(experts: Mapping[str, ModuleBackend], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Load the newest checkpoint of each expert. An expert without one keeps its values, with a warning."""
+    """Load the newest checkpoint of each expert. An expert without one keeps its values, with a warning.
+
+    Raises:
+        RuntimeError: a checkpoint cannot be read, or is of another expert.
+    """
     is_directory(checkpoint_dir)
     for uid, expert in experts.items():
         path = Path(checkpoint_dir) / uid / LAST
         if path.exists():
-            expert.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            try:
+                expert.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            except Exception as e:
+                raise RuntimeError(
+                    f"expert {uid} cannot load {path}; put an older checkpoint of this folder in its place, or move it "
+                    f"away to start from scratch ({type(e).__name__}: {e})"
+                ) from e
         else:
             logger.warning("there is no checkpoint of expert %s in %s: it starts from scratch", uid, checkpoint_dir)
 

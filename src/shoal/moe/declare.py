@@ -75,24 +75,23 @@ def declare_experts(
 
 
 def withdraw_experts(
-    dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExpiration, wait: bool = True
-) -> dict[Any, bool] | AwaitableFuture[dict[Any, bool]]:
+    dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExpiration
+) -> AwaitableFuture[dict[Any, bool]]:
     """Take back what this peer has declared, where no other peer has taken its place.
 
     Args:
         dht: the DHT with which the experts were declared.
         uids: the experts.
         declared_until: the latest expiration time with which they were declared.
-        wait: wait until that is stored; otherwise return a future.
 
     Returns:
-        Whether each record that named this peer was withdrawn.
+        A future: whether each record that named this peer was withdrawn.
 
     Raises:
         AssertionError: ``uids`` is no sequence of valid uids.
     """
     withdraw = partial(_withdraw, uids=_checked(uids), declared_until=declared_until)
-    return dht.run_coroutine(withdraw) if wait else dht.run_coroutine(withdraw, return_future=True)
+    return dht.run_coroutine(withdraw, return_future=True)
 
 
 def get_experts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from typing import Any, cast
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
@@ -86,8 +85,7 @@ class DHTHandlerThread(Facade):
     async def _withdraw(self) -> None:
         if self._declared_until and self.dht.is_alive():
             async with asyncio.timeout(WITHDRAW_SECONDS):
-                done = withdraw_experts(self.dht, [*self.module_backends], self._declared_until, wait=False)
-                await asyncio.wrap_future(cast("AwaitableFuture[Any]", done))
+                await withdraw_experts(self.dht, [*self.module_backends], self._declared_until)
 
     def is_alive(self) -> bool:
         return self._declared is not None and not self._portal.closed

@@ -71,11 +71,11 @@ class ExpertLimits:
     request_bytes: int = 2**30
     """The most memory of one request."""
     bytes: int = 2**32
-    """The most memory of all requests at the same time."""
+    """The most memory of all requests at the same time. Answers count, too, until they are sent."""
     seconds: float = 300.0
     """How long a request may take, including its time in the queue."""
     silence: float = 30.0
-    """How long a caller may be silent while it sends tensors."""
+    """How long a caller may be silent while it sends tensors, and not read while it is answered."""
     remembered: int = 4096
     """Backward passes that are known to be done."""
     remembered_bytes: int = 2**28
@@ -191,11 +191,6 @@ class ExpertService(ServicerBase):
         self._passes = _Passes(limits.remembered, limits.remembered_bytes)
         self._held: Counter[PeerID] = Counter()
 
-    @classmethod
-    def handle_name(cls, method: str, namespace: str | None) -> str:
-        name = f"ExpertService.{method}"  # also for subclasses
-        return name if namespace is None else f"{namespace}::{name}"
-
     async def rpc_info(self, request: ExpertRequest, context: P2PContext) -> ExpertSchemas:
         """What an expert takes and returns."""
         return ExpertSchemas(MSGPackSerializer.dumps(self._backend(request.uid).get_info()))
@@ -246,7 +241,10 @@ class ExpertService(ServicerBase):
             with self._explained(request.uid, tensors, flat_schema):
                 async with asyncio.timeout(self._limits.seconds):
                     result = await run(tensors)
-        await send_tensors(call, [*result], codecs_of(result, [*nested_flatten(returns)]), end=True)
+            del tensors
+        codecs = codecs_of(result, [*nested_flatten(returns)])
+        with self._counted(sum(each.nbytes for each in result), call.remote):
+            await send_tensors(call, [*result], codecs, end=True, silence=self._limits.silence)
 
     @contextlib.contextmanager
     def _room_for(self, nbytes: int, peer: PeerID) -> Iterator[None]:
@@ -256,13 +254,18 @@ class ExpertService(ServicerBase):
             raise ValueError(f"a request of {nbytes} bytes is too large: allowed are {limits.request_bytes}")
         if held.total() + nbytes > limits.bytes or held[peer] + nbytes > max(limits.bytes // 2, limits.request_bytes):
             raise BusyError(f"{held.total()} bytes of requests wait here already: try again later, or another expert")
-        held[peer] += nbytes
+        with self._counted(nbytes, peer):
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self, nbytes: int, peer: PeerID) -> Iterator[None]:
+        self._held[peer] += nbytes
         try:
             yield
         finally:
-            held[peer] -= nbytes
-            if not held[peer]:
-                del held[peer]
+            self._held[peer] -= nbytes
+            if not self._held[peer]:
+                del self._held[peer]
 
     @contextlib.contextmanager
     def _explained(self, uid: str, tensors: Tensors, schema: Schema) -> Iterator[None]:

@@ -161,9 +161,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optim": self.optim}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
-
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()
 
@@ -185,9 +182,14 @@ class ClippingWrapper(OptimizerWrapper):
 
     Args:
         clip_grad_norm: the largest norm.
+
+    Raises:
+        ValueError: the norm is not positive.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, clip_grad_norm: float) -> None:
+        if not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm}")
         super().__init__(optim)
         self.clip_grad_norm = clip_grad_norm
 

@@ -94,6 +94,8 @@ class RemoteMixtureOfExperts(nn.Module):
         **dht_kwargs: Any,
     ) -> None:
         super().__init__()
+        if k_best < 1:
+            raise ValueError(f"k_best must be positive, got {k_best}")
         if not 0 <= k_min <= k_best:
             raise ValueError(f"k_min must be from 0 to k_best, the number of experts that are asked: {k_min}, {k_best}")
         self._failures = failures = Backoffs(_FIRST_PAUSE, _LONGEST_PAUSE, time.monotonic)
@@ -202,8 +204,11 @@ class RemoteMixtureOfExperts(nn.Module):
         Returns:
             The experts, and what :class:`_RemoteCallMany` returns.
         """
-        if not len(input):
-            raise ValueError("a mixture of experts needs at least one sample, got an empty batch")
+        if input.ndim < 2 or not len(input):
+            raise ValueError(
+                "a mixture of experts takes an input of shape (samples, …, features), with at least one sample, got "
+                f"{tuple(input.shape)}"
+            )
         on_cpu = [each.detach().cpu() for each in grid_scores]
         if any(each.isnan().any() for each in on_cpu):
             raise ValueError("inputs of a mixture of experts must be finite, and so must be its gate, ``proj``")
@@ -375,7 +380,8 @@ class _RemoteCallMany(torch.autograd.Function):
         rows = [[each[group.samples] for each in inputs] for group in groups]
 
         async def call(group: _Group, rows: Tensors) -> list[torch.Tensor]:
-            expert, timeout = group.expert, _timeout(group, forward_timeout)
+            expert = group.expert
+            timeout = expert.timeout if forward_timeout is None else None  # else all calls together have a limit
             outputs = await expert_forward(expert.uid, rows, info, expert.stub, timeout)
             if any(len(each) != len(group.samples) for each in outputs):
                 raise ProtocolError(f"it returned other numbers of rows than {len(group.samples)}")
@@ -388,7 +394,7 @@ class _RemoteCallMany(torch.autograd.Function):
         waiting = _collect(groups, map(call, groups, rows), needed, forward_timeout, timeout_after_k_min)
         answers, missed = RemoteExpertWorker.run_coroutine(waiting)
         mask = torch.zeros(batch, most, dtype=torch.bool, device="cpu")
-        kinds = _kinds(answers.values(), info)
+        kinds = _kinds([(_kind(tensors), len(groups[place].samples)) for place, tensors in answers.items()], info)
         outputs = [torch.zeros(batch, most, *shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         answered = []
         for place, tensors in sorted(answers.items()):
@@ -431,7 +437,8 @@ class _RemoteCallMany(torch.autograd.Function):
             tensors_of.append(([each[samples] for each in inputs], grad_rows))
 
         async def call(group: _Group, tensors: tuple[Tensors, Tensors]) -> list[torch.Tensor]:
-            expert, timeout = group.expert, _timeout(group, backward_timeout)
+            expert = group.expert
+            timeout = expert.timeout if backward_timeout is None else None
             return await expert_backward(expert.uid, *tensors, ctx.info, expert.stub, timeout)
 
         expected = Counter(sample for group in groups for sample in group.samples)
@@ -452,25 +459,25 @@ class _RemoteCallMany(torch.autograd.Function):
         return *[None] * 10, *once(there)
 
 
-def _timeout(group: _Group, whole: float | None) -> float | None:
-    """How long the server of one expert may be silent, if all calls together have this time limit."""
-    return group.expert.timeout if whole is None else None
-
-
-Kinds = list[tuple[torch.Size, torch.dtype]]
+Kinds = tuple[tuple[torch.Size, torch.dtype], ...]
 """The shape of one row of each output, and its type."""
 
 
 def _kind(tensors: Tensors) -> Kinds:
-    return [(each.shape[1:], each.dtype) for each in tensors]
+    return tuple((each.shape[1:], each.dtype) for each in tensors)
 
 
-def _kinds(answers: Iterable[Tensors], info: Schemas) -> Kinds:
-    """Shapes and types of the outputs: as most experts return them, or as the schema says if none has answered."""
-    every = [_kind(each) for each in answers]
-    if every:
-        return max(every, key=every.count)
-    return [(torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"])]
+def _kinds(answers: Iterable[tuple[Kinds, int]], info: Schemas) -> Kinds:
+    """Shapes and types of the outputs: those of most samples, or as the schema says if no expert has answered.
+
+    Samples count, not experts: memory is taken for all samples, and a few bad experts must not choose how much.
+    """
+    samples: Counter[Kinds] = Counter()
+    for kind, count in answers:
+        samples[kind] += count
+    if samples:
+        return max(samples, key=samples.__getitem__)
+    return tuple((torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"]))
 
 
 def _check_enough(

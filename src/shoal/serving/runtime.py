@@ -122,7 +122,8 @@ class Runtime(threading.Thread):
         """Finish the batch in progress, and fail all that waits. Idempotent."""
         self._is_ending = True
         self._bell.set()
-        if self._worker is not None and threading.current_thread() is not self._worker:
+        worker = self._worker
+        if worker is not None and worker.is_alive() and worker is not threading.current_thread():
             self._has_ended.wait(END_SECONDS)
         for pool in self.pools:
             pool.shutdown()

@@ -181,19 +181,23 @@ def _encode(flat: torch.Tensor, codec: CompressionBase) -> Buffer:
     return codec.compress(flat, CompressionInfo.from_tensor(flat)).buffer
 
 
-async def send_tensors(call: Call, structure: Any, codec_for: CodecFor | None = None, *, end: bool = False) -> int:
+async def send_tensors(
+    call: Call, structure: Any, codec_for: CodecFor | None = None, *, end: bool = False, silence: float | None = None
+) -> int:
     """Send a structure of tensors.
 
     Args:
         structure: its tensors may be on any device.
         codec_for: chooses the codec of each floating-point tensor; default: none is rounded.
         end: this is the last thing that this side sends.
+        silence: how many seconds the other side may not read; ``None``: any number.
 
     Returns:
         The bytes of the values on the wire.
 
     Raises:
         TypeError, ValueError: it cannot be sent.
+        TimeoutError: the other side does not read.
         StreamClosedError: the connection ended.
     """
     form, tensors = form_of(structure)
@@ -222,7 +226,8 @@ async def send_tensors(call: Call, structure: Any, codec_for: CodecFor | None = 
         try:
             sizes = tuple(map(len, buffers))
             header: Header = Pieces(sizes) if number else TensorList(form, listed, sizes)
-            await call.send(header, *buffers, end=end and is_last)
+            async with asyncio.timeout(silence):
+                await call.send(header, *buffers, end=end and is_last)
             total += sum(sizes)
             if encoding is not None:
                 buffers = await encoding

@@ -15,9 +15,10 @@ class LowRankBoundary(nn.Module):
         first = lambda: nn.Sequential(*blocks[:4], LowRankBoundary(512, 64).down)
         second = lambda: nn.Sequential(LowRankBoundary(512, 64).up, *blocks[4:])
 
-    ``down`` first normalizes its input; without that, a bottleneck costs far more loss. Both halves start as a
-    projection onto one subspace: their first weights follow from the two sizes, not from torch's random numbers, so
-    halves that different peers make fit together. The module itself is both in a row, for a model in one process.
+    ``down`` first normalizes its input; without that, a bottleneck costs far more loss. Clip gradients: without that,
+    some runs with a bottleneck learn nothing. Both halves start as a projection onto one subspace: their first weights
+    follow from the two sizes, not from torch's random numbers, so halves that different peers make fit together. The
+    module itself is both in a row, for a model in one process.
 
     A bottleneck costs loss. ``benchmarks/boundaries.py`` measures how much, beside codecs. Bottlenecks between stages
     are one of the ways of SWARM (Ryabinin et al. 2023, arXiv 2301.11913). Protocol Models (Ramasinghe et al. 2025,
