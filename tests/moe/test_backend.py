@@ -108,6 +108,11 @@ def test_failed_backward_changes_nothing(value: float, error: str) -> None:
     assert module.second.grad is None
 
 
+def test_complex_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="view_as_real"):
+        ModuleBackend("e.0", nn.Identity(), args_schema=(BatchTensorDescriptor(dtype=torch.cfloat),), max_batch_size=4)
+
+
 def test_sparse_gradients() -> None:
     module = nn.Embedding(4, 2, sparse=True)
     numbers = BatchTensorDescriptor(dtype=torch.int64)

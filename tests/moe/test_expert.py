@@ -201,6 +201,7 @@ def test_malformed_schemas_are_refused(two: Swarm, monkeypatch: pytest.MonkeyPat
             monkeypatch.undo()
 
 
+@pytest.mark.devices
 def test_results_are_where_the_inputs_are(two: Swarm) -> None:
     device = chosen_device()
     with serving(two.server, {"e.0": expert(nn.Linear(2, 3), Row(2))}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -131,6 +132,21 @@ def test_failed_experts_have_no_weight_and_are_avoided(monkeypatch: pytest.Monke
         assert asked == ["e.1"]
 
 
+def test_shape_of_outputs_is_that_of_most_samples() -> None:
+    def widens(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1000) if x.any() else x  # not when it is tried
+
+    with experts(times(2), widens, widens) as client:
+        inputs = torch.tensor([[4.0, 3, 2, 0], [4, 2, 3, 0], [4, 0, 0, 0]])
+        first = gated(client, size=1, k_best=1).beam_search.find_best_experts([[1.0]], 1)
+        second, third = gated(client, size=3).beam_search.find_best_experts([[-math.inf, 2.0, 1.0]], 2)
+        lists = [[*first, second], [*first, third], first]
+        options = (1, 1, None, None, None, False, False, gated(client).info)
+        mask, outputs = _RemoteCallMany.apply(DUMMY, lists, *options, inputs)
+        assert mask.tolist() == [[True, False]] * 3
+        assert outputs[:, 0].equal(2 * inputs)
+
+
 def test_each_sample_needs_answers() -> None:
     def picky(x: torch.Tensor) -> torch.Tensor:
         return fails(x) if x.any() and not x[0, 0] else x
@@ -220,6 +236,7 @@ def test_scores_of_experts_follow_the_gate() -> None:
         assert [each.count_nonzero() for each in grads] == [4, 3]
 
 
+@pytest.mark.devices
 def test_inputs_are_not_held_to_the_shape_of_the_schema() -> None:
     def attend(x: torch.Tensor, *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": x * mask[..., None], "mask": mask}

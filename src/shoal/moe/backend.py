@@ -58,6 +58,8 @@ class ModuleBackend:
         if outputs_compression is not None:
             self.outputs_schema = with_compression(self.outputs_schema, outputs_compression)
         self.backward_schema = (self.forward_schema, self.outputs_schema)
+        if any(each.dtype.is_complex for each in nested_flatten(self.backward_schema)):
+            raise ValueError(f"expert {name}: complex tensors get no gradients here; use torch.view_as_real")
         self.grad_inputs_schema, self.grad_outputs_schema = self.forward_schema, self.outputs_schema
         self._grad_compression = grad_compression
         if grad_compression is not None:
@@ -182,8 +184,7 @@ def with_compression(schema: Any, compression: CompressionType) -> Any:
     def changed(each: BatchTensorDescriptor) -> BatchTensorDescriptor:
         if not each.dtype.is_floating_point:
             return each
-        kept = ("dtype", "layout", "device", "requires_grad", "pin_memory")
-        fields = {name: getattr(each, name) for name in kept}
-        return BatchTensorDescriptor(*each.size[1:], **fields, compression=compression)
+        fields = {**vars(each), "compression": compression}
+        return BatchTensorDescriptor(*fields.pop("size")[1:], **fields)
 
     return nested_map(changed, schema)

@@ -191,11 +191,6 @@ class ExpertService(ServicerBase):
         self._passes = _Passes(limits.remembered, limits.remembered_bytes)
         self._held: Counter[PeerID] = Counter()
 
-    @classmethod
-    def handle_name(cls, method: str, namespace: str | None) -> str:
-        name = f"ExpertService.{method}"  # also for subclasses
-        return name if namespace is None else f"{namespace}::{name}"
-
     async def rpc_info(self, request: ExpertRequest, context: P2PContext) -> ExpertSchemas:
         """What an expert takes and returns."""
         return ExpertSchemas(MSGPackSerializer.dumps(self._backend(request.uid).get_info()))

@@ -161,9 +161,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"optim": self.optim}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
-
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()
 

@@ -394,7 +394,7 @@ class _RemoteCallMany(torch.autograd.Function):
         waiting = _collect(groups, map(call, groups, rows), needed, forward_timeout, timeout_after_k_min)
         answers, missed = RemoteExpertWorker.run_coroutine(waiting)
         mask = torch.zeros(batch, most, dtype=torch.bool, device="cpu")
-        kinds = _kinds(answers.values(), info)
+        kinds = _kinds([(_kind(tensors), len(groups[place].samples)) for place, tensors in answers.items()], info)
         outputs = [torch.zeros(batch, most, *shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
         answered = []
         for place, tensors in sorted(answers.items()):
@@ -459,20 +459,25 @@ class _RemoteCallMany(torch.autograd.Function):
         return *[None] * 10, *once(there)
 
 
-Kinds = list[tuple[torch.Size, torch.dtype]]
+Kinds = tuple[tuple[torch.Size, torch.dtype], ...]
 """The shape of one row of each output, and its type."""
 
 
 def _kind(tensors: Tensors) -> Kinds:
-    return [(each.shape[1:], each.dtype) for each in tensors]
+    return tuple((each.shape[1:], each.dtype) for each in tensors)
 
 
-def _kinds(answers: Iterable[Tensors], info: Schemas) -> Kinds:
-    """Shapes and types of the outputs: as most experts return them, or as the schema says if none has answered."""
-    every = [_kind(each) for each in answers]
-    if every:
-        return max(every, key=every.count)
-    return [(torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"])]
+def _kinds(answers: Iterable[tuple[Kinds, int]], info: Schemas) -> Kinds:
+    """Shapes and types of the outputs: those of most samples, or as the schema says if no expert has answered.
+
+    Samples count, not experts: memory is taken for all samples, and a few bad experts must not choose how much.
+    """
+    samples: Counter[Kinds] = Counter()
+    for kind, count in answers:
+        samples[kind] += count
+    if samples:
+        return max(samples, key=samples.__getitem__)
+    return tuple((torch.Size(each.size[1:]), each.dtype) for each in nested_flatten(info["outputs_schema"]))
 
 
 def _check_enough(

@@ -289,10 +289,6 @@ class JobPool(TaskPoolBase):
         self._jobs: list[_Job] = []
         self._numbers = itertools.count()
 
-    def __len__(self) -> int:
-        """The number of jobs that wait, cancelled ones included."""
-        return len(self._jobs)
-
     def submit(self, function: Callable[..., T], *args: Any, priority: float = 0.0) -> AwaitableFuture[T]:
         """Queue a call of a function.
 
