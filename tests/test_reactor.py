@@ -506,16 +506,20 @@ def test_ctrl_c_ends_a_script_that_waits(waiting: str) -> None:
 def test_errors_that_reach_nobody_are_logged_but_for_the_end_of_a_connection(caplog: pytest.LogCaptureFixture) -> None:
     portal = Portal("test")
 
-    async def report(message: str) -> None:
-        error = RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+    closed = RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    async def report(message: str, error: Exception = closed) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
     try:
         portal.call(report("Fatal error on SSL protocol"))
+        portal.call(report("Future exception was never retrieved", ConnectionResetError()))
         assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
         portal.call(report("something else"))
+        portal.call(report("Future exception was never retrieved", ConnectionResetError(104, "reset by peer")))
         assert [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG] == [
-            "something else"
+            "something else",
+            "Future exception was never retrieved",
         ]
     finally:
         portal.close(timeout=5)

@@ -192,14 +192,23 @@ async def _end_remaining_tasks() -> None:
         await asyncio.wait(tasks, timeout=TASK_GRACE_SECONDS)
 
 
-def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
-    """Log uncaught errors in the usual way, except for one that is harmless.
+def is_harmless(report: dict[str, Any]) -> bool:
+    """Whether what a loop reports is one of two errors of uvloop that are over before anybody could handle them.
 
-    uvloop fails to write the last TLS data when the connection has just ended. The stream learns of the end anyway.
+    It fails to write the last TLS data when the connection has just ended: the stream learns of the end anyway. And if
+    a dial is cancelled just before the TLS handshake, nobody waits for the end of that handshake.
     """
-    error = report.get("exception")
-    if report.get("message") == "Fatal error on SSL protocol" and isinstance(error, RuntimeError):
-        logger.debug("a connection ended while TLS was at work on it: %s", error)
+    error, message = report.get("exception"), report.get("message")
+    if message == "Fatal error on SSL protocol":
+        return isinstance(error, RuntimeError)
+    is_bare = type(error) is ConnectionResetError and not error.args  # those of sockets have a number
+    return message == "Future exception was never retrieved" and is_bare
+
+
+def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
+    """Log uncaught errors in the usual way, except for those that are harmless."""
+    if is_harmless(report):
+        logger.debug("a connection ended while TLS was at work on it: %r", report.get("exception"))
     else:
         loop.default_exception_handler(report)
 
