@@ -241,6 +241,40 @@ class JointOptimizer(SwarmOptimizer):
         """Go to the epoch of the others."""
         raise NotImplementedError
 
+    # --- for programs that know by themselves when an epoch is over ---------------------------------------------------
+
+    def end_epoch(self) -> bool:
+        """End the epoch (of DiLoCo: the slot) with all peers now, however many samples there are.
+
+        Returns:
+            Whether this peer is at another epoch. It is not if the round failed and others can still be met, or if a
+            download failed: call it again.
+        """
+        self.tracker.await_introduction()
+        epoch = self.local_epoch
+        if not self.catch_up():
+            self._end_epoch_now()
+        return self.local_epoch != epoch
+
+    def _end_epoch_now(self) -> None:
+        raise NotImplementedError
+
+    def catch_up(self) -> bool:
+        """Download what this peer lacks, if it is behind the others. Returns whether it was behind.
+
+        After failed attempts this waits for a moment instead.
+
+        Raises:
+            SettingsMismatch: this peer's settings are not those of its run.
+        """
+        self._check_open()
+        self.tracker.look_at_company()
+        return self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
+        raise NotImplementedError
+
     # --- reports to monitors ------------------------------------------------------------------------------------------
 
     def report(self, **metrics: Any) -> None:

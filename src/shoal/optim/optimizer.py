@@ -468,30 +468,8 @@ class Optimizer(JointOptimizer):
         self._begin_step(None, batch_size, None)
         return self._take_batch(batch_size, None, None, self._should_load_state_from_peers, may_change_model)[1]
 
-    def end_epoch(self) -> bool:
-        """Make the global step with all peers now, however many samples there are.
-
-        Returns:
-            Whether this peer is at another epoch. It is not if the round failed and others can still be met, or if a
-            download failed: call it again.
-        """
-        self.tracker.await_introduction()
-        epoch = self.local_epoch
-        if not self.catch_up():
-            self._update_global_epoch()
-        return self.local_epoch != epoch
-
-    def catch_up(self) -> bool:
-        """Download the state of the others if this peer is behind. Returns whether it was behind.
-
-        After failed attempts this waits for a moment instead.
-
-        Raises:
-            SettingsMismatch: this peer's settings are not those of its run.
-        """
-        self._check_open()
-        self.tracker.look_at_company()
-        return self._catch_up()
+    def _end_epoch_now(self) -> None:
+        self._update_global_epoch()
 
     def go_to(self, epoch: int) -> None:
         """Take this epoch without making the steps before it, because nobody has a state of them any more."""
@@ -513,7 +491,6 @@ class Optimizer(JointOptimizer):
         return self._missing.has_none(self.state_averager.main_parameters)
 
     def _catch_up(self) -> bool:
-        """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
         if not self._should_load_state_from_peers():
             return False
         if self._synchronization.is_time():

@@ -356,25 +356,8 @@ class DiLoCo(JointOptimizer):
         self._rounds.apply_what_is_due()
         return True
 
-    def end_epoch(self) -> bool:
-        """End the slot now, whatever peers have done in it. Returns whether this peer is at another slot."""
-        self.tracker.await_introduction()
-        slot = self.local_epoch
-        if not self.catch_up():
-            self._exchange(lambda: True)
-        return self.local_epoch != slot
-
-    def catch_up(self) -> bool:
-        """Download what this peer lacks, if it must not train without it. Returns whether it was behind.
-
-        After failed attempts this waits for a moment instead.
-
-        Raises:
-            SettingsMismatch: this peer's settings are not those of its run.
-        """
-        self._check_open()
-        self.tracker.look_at_company()
-        return self._catch_up()
+    def _end_epoch_now(self) -> None:
+        self._exchange(lambda: True)
 
     def go_to(self, epoch: int) -> None:
         """Take this slot without those before it, because nobody has a state of them any more."""
