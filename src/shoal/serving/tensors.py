@@ -100,6 +100,15 @@ def form_of(structure: Any) -> tuple[Any, list[torch.Tensor]]:
     return walk(structure), tensors
 
 
+def tensors_of(structure: Any) -> list[torch.Tensor]:
+    """The tensors of a structure, in order.
+
+    Raises:
+        TypeError: as for :func:`form_of`.
+    """
+    return form_of(structure)[1]
+
+
 def with_form(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Put a structure together; the opposite of :func:`form_of`.
 

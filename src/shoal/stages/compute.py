@@ -34,7 +34,7 @@ from shoal.optim import DiLoCo, Optimizer
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS
 from shoal.serving.task_pool import JobPool
-from shoal.serving.tensors import form_of, with_form
+from shoal.serving.tensors import form_of, tensors_of, with_form
 from shoal.stages.steps import DeclaredEnd, StageOptimizer
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        return self.graph_bytes + sum(each.nbytes for each in form_of([self.inputs, self.extras])[1])
+        return self.graph_bytes + sum(each.nbytes for each in tensors_of([self.inputs, self.extras]))
 
 
 class _SavedTensors:
@@ -193,7 +193,7 @@ def _differ(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
 
 def _gradients_of(inputs: Any) -> list[torch.Tensor | None]:
     """The gradients of inputs, which need no second copy beside them."""
-    leaves = form_of(inputs)[1]
+    leaves = tensors_of(inputs)
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -351,21 +351,21 @@ class StageCompute:
             with _evaluating(self.module):
                 return self._detached(self._call(task, inputs, extras))
         kept.inputs, kept.extras, kept.parameters = inputs, extras, self._parameters_now()
-        tensors = form_of([inputs, extras])[1]
+        tensors = tensors_of([inputs, extras])
         shapes = tuple((each.dtype, each.shape) for each in tensors)
         expected = self._measured.get(shapes) if self.keep_graphs > 0 else math.inf
         if expected is not None and self.kept_bytes + expected > self.keep_graphs:
             with torch.no_grad():
                 outputs = self._call(task, inputs, extras)
-            kept.values = _some_values(form_of(outputs)[1])
+            kept.values = _some_values(tensors_of(outputs))
             return self._detached(outputs, may_need_grads=bool(self._trained) or any(t.requires_grad for t in tensors))
         saved = _SavedTensors([*self.module.parameters(), *self.module.buffers(), *tensors])
         with torch.enable_grad(), saved.measuring() if expected is None else contextlib.nullcontext():
             outputs = self._call(task, inputs, extras)
-        kept.values = _some_values(form_of(outputs)[1])
+        kept.values = _some_values(tensors_of(outputs))
         expected = self._measured[shapes] = saved.nbytes if expected is None else int(expected)
         if self.kept_bytes + expected <= self.keep_graphs:
-            kept.outputs, kept.graph_bytes = form_of(outputs)[1], expected
+            kept.outputs, kept.graph_bytes = tensors_of(outputs), expected
         return self._detached(outputs)
 
     def _backward(
@@ -377,7 +377,7 @@ class StageCompute:
         else:
             kept.drop_graph()
             with self._keeping_buffers(), torch.enable_grad():
-                outputs = form_of(self._call(task, kept.inputs, kept.extras))[1]
+                outputs = tensors_of(self._call(task, kept.inputs, kept.extras))
                 if are_same and _differ(kept.values, _some_values(outputs)):
                     raise MicrobatchError(
                         f"the forward pass of microbatch {task.sequence} has other outputs when it is repeated. Either "
@@ -403,7 +403,7 @@ class StageCompute:
             )
         losses = losses if losses.dtype.itemsize >= 4 else losses.float()
         if not task.trains:
-            return losses, [None] * len(form_of(inputs)[1])
+            return losses, [None] * len(tensors_of(inputs))
         if not all_finite(losses.detach()):
             raise MicrobatchNotFiniteError(
                 f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}"

@@ -27,7 +27,8 @@ from shoal.base.logs import Seldom
 from shoal.base.tasks import BackgroundTasks, first_completed
 from shoal.metrics import Metrics
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.stages.hop import Cargo, Changes, FailureCause, Hop, Request, StageFailure, tensors_of
+from shoal.serving.tensors import tensors_of
+from shoal.stages.hop import Cargo, Changes, FailureCause, Hop, Request, StageFailure
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ from shoal.errors import (
 from shoal.metrics import Metrics
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
-from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
+from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.choice import MOST_MEASURED, Measurements, choose
 from shoal.stages.directory import MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
@@ -562,14 +562,6 @@ class Passage:
         await call.send_end()
         if not self._over.is_set():
             raise TimeoutError(f"stage {self._hop.stage} has worked for {worked:.0f} s without a result")
-
-
-def tensors_of(structure: Any) -> list[torch.Tensor]:
-    if isinstance(structure, torch.Tensor):
-        return [structure]
-    if isinstance(structure, dict):
-        structure = list(structure.values())
-    return [tensor for each in structure for tensor in tensors_of(each)] if isinstance(structure, list | tuple) else []
 
 
 def _checked(arrived: Any) -> Result:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch
 
-from shoal.base.logs import Seldom, quoted
+from shoal.base.logs import Seldom, words_of
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
 from shoal.errors import BusyError, MicrobatchNotFiniteError, ProtocolError, ShoalError
@@ -33,7 +33,7 @@ from shoal.net.connection import CallFailure, Connection, Hello
 from shoal.net.memory import Piece, PipeEnd
 from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
-from shoal.serving.tensors import EXACT, receive_tensors, send_tensors
+from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.compute import StageTask
 from shoal.stages.directory import StageNumber, StageRecord
 from shoal.stages.hop import (
@@ -51,7 +51,6 @@ from shoal.stages.hop import (
     StageFailure,
     StageOutcome,
     lively,
-    tensors_of,
 )
 from shoal.stages.steps import MOST_STEPS, StageNorms
 from shoal.stages.work import Acceptance, Door, MicrobatchID, Phase, Work, Works
@@ -359,7 +358,7 @@ class StageHost:
             self._fail(way, StageOutcome(FailureCause.NOT_FINITE, str(e)[:2000]))
         except Exception as e:
             # Whatever the user's module raises concerns this microbatch alone.
-            text = f"{type(e).__name__}: {quoted(e)}"
+            text = f"{type(e).__name__}: {words_of(e)}"
             self._warn_seldom("stage %d cannot compute a microbatch: %s", self.stage, text)
             logger.debug("traceback of stage %d", self.stage, exc_info=e)
             self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
@@ -459,7 +458,7 @@ class StageHost:
                 else:
                     await self.compute.make_step()
             except Exception as e:
-                self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, quoted(e))
+                self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, words_of(e))
                 logger.debug("traceback of the step", exc_info=e)
             self.epoch = self.compute.epoch
             if not before and self.epoch in (1, lost_at) and self._closed > 1:  # it has found no state to download

@@ -20,7 +20,7 @@ import torch
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door
-from shoal.base.logs import quoted
+from shoal.base.logs import words_of
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
@@ -32,13 +32,13 @@ from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.serving.tensors import EXACT, form_of
+from shoal.serving.tensors import EXACT, form_of, tensors_of
 from shoal.stages.backup import StageBackups
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageCompute
 from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
-from shoal.stages.hop import Hop, Patience, tensors_of
+from shoal.stages.hop import Hop, Patience
 from shoal.stages.host import StageHost, StageService
 from shoal.stages.moving import finish, next_move, take_place
 from shoal.stages.placement import Move
@@ -307,7 +307,7 @@ class StagedModel(Facade):
         except Exception as e:
             logger.warning(
                 "this peer cannot hold stage %d, so it returns to stage %d and stays there: %s: %s",
-                *(move.target, move.source, type(e).__name__, quoted(e)),
+                *(move.target, move.source, type(e).__name__, words_of(e)),
             )
             self._network.is_auto = False
             self._leave(move.target)
