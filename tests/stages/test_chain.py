@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.stages.hop import FailureCause, StageFailure
+from shoal.p2p import Call, P2PContext
+from shoal.stages.hop import Admission, FailureCause, StageFailure, StageReply
+from shoal.stages.host import call_itself
+from shoal.stages.work import Acceptance
 from shoal.testing import Link, run
 from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain, FakeCompute
 
@@ -323,6 +326,24 @@ def test_a_peer_may_hold_several_stages_and_drive() -> None:
         assert [set(each) for each in chain.extras[2]] == [{"weight"}] * 16
         assert chain.hosts[0][1].record().room > 0
         assert len(computes) == STAGES
+
+    run(main())
+
+
+def test_a_peer_that_calls_itself_can_end_a_call_that_was_answered() -> None:
+    """Otherwise the answer that it is busy would be taken for a broken connection."""
+
+    async def main() -> None:
+        chain = Chain(STAGES)
+        await chain.add(0)
+
+        async def refuse(call: Call, context: P2PContext) -> None:
+            await call.send(Admission(code=Acceptance.BUSY, epoch=0), end=True)
+
+        async with call_itself(chain.p2ps[0], refuse) as call:
+            assert await call.receive(StageReply) == Admission(code=Acceptance.BUSY, epoch=0)
+            await asyncio.sleep(1)
+            await call.send_end()
 
     run(main())
 

@@ -650,9 +650,10 @@ async def call_itself(p2p: P2P, handler: Callable[[Call, P2PContext], Awaitable[
         except ShoalError as e:
             with suppress(ShoalError):
                 await call.send_failure(CallFailure.of_error(e))
-        finally:
+        except BaseException:
             far.on_closed(None)
             far.close()
+            raise
 
     serving = asyncio.ensure_future(serve())
     far.on_closed(serving.cancel)
