@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.archive.contents import CheckedState, with_epoch
-from shoal.archive.keeping import RunSource, check_role
+from shoal.archive.keeping import RunSource
 from shoal.archive.reviving import Offer, ReadState
 from shoal.archive.store import Store
 from shoal.averaging.groups.settings import Trust
@@ -153,7 +153,6 @@ class StageBackups:
         period: seconds between two looks at the directory.
 
     Raises:
-        NotAMemberError: the run is private, and this peer's token does not allow to train.
         ValueError: an argument is out of range, or others cannot call this peer.
     """
 
@@ -171,7 +170,6 @@ class StageBackups:
             raise ValueError(f"backup_every is a number of steps, at least 1: got {backup_every!r}")
         if dht.client_mode:
             raise ValueError("a peer that others cannot call cannot give them a state: leave out client_mode or backup")
-        check_role(dht)
         self._dht, self._run_id, self._directory, self._every = dht, run_id, directory, backup_every
         self._folder = None if folder is None else os.fspath(folder)
         self._period = period or seconds_between_looks(directory.count)

@@ -26,7 +26,7 @@ from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.errors import ReactorError
-from shoal.optim.options import check_run_id
+from shoal.optim.options import check_may_train, check_run_id
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
@@ -133,6 +133,7 @@ class StagedModel(Facade):
 
     Raises:
         ValueError, TypeError: an option is impossible, or options contradict each other.
+        NotAMemberError: the run is private, and this peer's token does not allow to train.
         ReactorError: the DHT is shut down.
     """
 
@@ -169,6 +170,7 @@ class StagedModel(Facade):
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
+        check_may_train(dht)
         self.dht, self.run_id, self.stages = dht, run_id, list(stages)
         count = len(self.stages)
         if not count or not all(callable(each) and not isinstance(each, torch.nn.Module) for each in self.stages):
