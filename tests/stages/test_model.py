@@ -212,7 +212,9 @@ def test_a_private_run_admits_only_peers_that_may_train(network, closing, make_p
     assert len(list(peers[0].train(data(8)))) == 8
     watcher, liar = join("monitor", *known), join("relay", *known)
     for dht, stage in ((watcher, 1), (watcher, "auto"), (watcher, None), (liar, 1)):
-        with pytest.raises(NotAMemberError, match=r"allows: (monitor|relay)\. It must not train: ask .* the role train"):
+        with pytest.raises(
+            NotAMemberError, match=r"allows: (monitor|relay)\. It must not train: ask .* the role train"
+        ):
             make_peer(dht, stage, WIDE)
 
     monkeypatch.setattr(options, "check_may_train", lambda dht: None)
