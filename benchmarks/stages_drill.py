@@ -54,6 +54,7 @@ LABORATORY = {
     "seconds": 1200.0,
     "kill_every": 60.0,
     "alone": 1,
+    "learning_rate": 5e-4,
     "options": {
         "compression": CODEC,
         "gradient_compression": CODEC,
@@ -271,6 +272,7 @@ def main() -> None:
         "--alone", type=int, default=3, help="how often one process trains, each time with other samples"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the parameters")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of further parameters of StagedModel")
     parser.add_argument("--store", type=Path, help="results are kept in this file, and not measured again")
     parser.add_argument("--picture", type=Path, help="draw the losses into this PNG file")

@@ -24,7 +24,6 @@ import shoal
 from shoal.cli.demo import model as demo_model
 
 HELD_OUT = 512
-LEARNING_RATE = 1e-3
 load_corpus = functools.cache(demo_model.load_corpus)
 
 
@@ -44,6 +43,7 @@ class Plan(NamedTuple):
     """Microbatches of all drivers that make a step."""
     seed: int
     """Of the parameters."""
+    learning_rate: float
 
     @property
     def size(self) -> demo_model.ModelSize:
@@ -103,7 +103,7 @@ def train_alone(plan: Plan, steps: int, skipped: int = 0) -> tuple[float, list[f
         The loss on text held out, and that of each step before it.
     """
     stages = [Stage(number, plan) for number in range(plan.stages)]
-    optimizers = [torch.optim.AdamW(stage.parameters(), lr=LEARNING_RATE) for stage in stages]
+    optimizers = [torch.optim.AdamW(stage.parameters(), lr=plan.learning_rate) for stage in stages]
     sources = itertools.cycle([microbatches(each, plan, skipped) for each in range(plan.drivers)])
 
     def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class DrillPeer:
         self.options = {
             **_with_codecs(options),
             "stages": [functools.partial(Stage, number, plan) for number in range(plan.stages)],
-            "optimizer": functools.partial(torch.optim.AdamW, lr=LEARNING_RATE),
+            "optimizer": functools.partial(torch.optim.AdamW, lr=plan.learning_rate),
             "target_batch_size": plan.step * plan.rows,
         }
         self.story: list[Brought] = []
@@ -182,7 +182,9 @@ class DrillPeer:
 
     def start(self, skipped: int) -> None:
         """Begin to drive, with other microbatches than those before, until told to stop."""
-        self.training = threading.Thread(target=self._train, args=[microbatches(self.index, self.plan, skipped)])
+        self.training = threading.Thread(
+            target=self._train, args=[microbatches(self.index, self.plan, skipped)], daemon=True
+        )
         self.training.start()
 
     def _train(self, source: Iterator[Any]) -> None:
