@@ -140,6 +140,29 @@ def test_death_at_any_moment_costs_at_most_one_pass(stage: int, how: str) -> Non
         run(main(0.001 + moment * PASS_SECONDS / 2))
 
 
+@pytest.mark.parametrize(("peers", "timeouts"), [(2, 1.4), (1, 2.4)])
+def test_silent_peer_costs_one_timeout(peers: int, timeouts: float) -> None:
+    """A lone one is asked again at once: it may only have been cut off."""
+
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = [[(await chain.add(stage))[0] for _ in range(peers if stage == 2 else 1)] for stage in range(STAGES)]
+        driver = await chain.add_driver(in_flight=1)
+        assert None not in await chain.drive(driver, [1])
+        driving, began = asyncio.ensure_future(chain.drive(driver, [2])), now()
+        while not any(compute.is_at_work for compute in computes[2]):
+            await asyncio.sleep(0.01)
+        [silent] = [compute for compute in computes[2] if compute.is_at_work]
+        machine = chain.machine_of(silent)
+        chain.network.partition([machine], {*chain.network.hosts} - {machine})
+        if peers == 1:
+            asyncio.get_running_loop().call_later(1.1 * PATIENCE.request_timeout, chain.network.heal)
+        assert None not in await driving
+        assert now() - began < 1.0 + timeouts * PATIENCE.request_timeout
+
+    run(main())
+
+
 def test_deaths_in_a_row_are_repaired_on_both_ways() -> None:
     async def main(moment: float) -> None:
         chain = Chain(STAGES, target=10**6)

@@ -10,8 +10,8 @@ One call leads through the next stage and all that follow it, because the peer t
     caller ► callee   end                                  everything that follows from the gradient is passed on
 
 A peer that fails is replaced on the spot. The caller keeps what it has sent until the gradient is here. If a connection
-breaks, it asks the same peer once more, which knows the microbatch. Otherwise it chooses another one, and tells it
-which peers are further ahead. These also know the microbatch, so that nothing is computed again but one stage.
+breaks, it asks the same peer once more, which knows the microbatch. Otherwise, and after a silence, it chooses another
+one, and tells it which peers are further ahead. These also know the microbatch, so that nothing is computed again but one stage.
 
 Both sides send heartbeats, so that the silence of either of them cuts the call.
 """
@@ -149,6 +149,10 @@ class StageFailure(ShoalError):
         self.cause, self.epoch = cause, epoch
 
 
+class SilentPeerError(StreamClosedError):
+    """A call was cut, because the other peer showed no sign of life."""
+
+
 class PeerTurnedAway(ShoalError):
     """A peer does not take the microbatch now."""
 
@@ -221,10 +225,16 @@ class Changes:
 
 @asynccontextmanager
 async def lively(call: Call, silence: float) -> AsyncIterator[None]:
-    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for."""
+    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for.
+
+    Raises:
+        SilentPeerError: it was cut.
+    """
     stream, now = call.connection.stream, asyncio.get_running_loop().time
+    is_silent = False
 
     async def watch() -> None:
+        nonlocal is_silent
         received, since = stream.received, now()
         while not stream.closed:
             await asyncio.sleep(silence / PULSES)
@@ -233,11 +243,16 @@ async def lively(call: Call, silence: float) -> AsyncIterator[None]:
             if stream.received != received or not stream.is_awaited:
                 received, since = stream.received, now()
             elif now() - since >= silence:
+                is_silent = True
                 stream.abort()
 
     watching = asyncio.ensure_future(watch())
     try:
         yield
+    except StreamClosedError as e:
+        if is_silent:
+            raise SilentPeerError(str(e)) from e
+        raise
     finally:
         await cancel_and_wait(watching)
 
@@ -409,7 +424,8 @@ class Passage:
             # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
             is_broken = isinstance(error, StreamClosedError) and self._is_admitted
             is_unlucky = returns and isinstance(error, StreamClosedError | InterruptedDialError)
-            if (is_broken or is_unlucky) and returns < MAX_RETURNS:
+            is_gone = isinstance(error, SilentPeerError) and not self._is_only(peer)
+            if (is_broken or is_unlucky) and not is_gone and returns < MAX_RETURNS:
                 again = peer
             self._repair(peer, error, is_gone=again is None)
 
