@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -49,7 +49,7 @@ from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.choice import MOST_MEASURED, Measurements, choose
-from shoal.stages.directory import MAX_STAGES, StageRecord
+from shoal.stages.directory import LIFETIME, MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -485,14 +485,17 @@ class Passage:
             if not busy:
                 hop.peers.hasten(hop.stage)
             if self._is_stranded():
-                hop.warn_seldom(
-                    "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
-                    "stage=%d",
-                    hop.stage,
-                    hop.stage,
-                )
+                self._warn_of_waiting(known)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _warn_of_waiting(self, known: Iterable[PeerID]) -> None:
+        hop, step = self._hop, self._request.step
+        if not any(hop.measured.of(peer).behind[0] >= step for peer in known):
+            text = "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with stage=%d"
+            hop.warn_seldom(text, hop.stage, hop.stage)
+        elif self._now() - self._alone_since > LIFETIME:  # before that, it may be about to take over the state
+            hop.warn_seldom("the peers of stage %d do not get to step %d: restart the one that is behind", hop.stage, step)
 
     def _is_stranded(self) -> bool:
         """Whether there was no peer for long. Then even one that is behind is asked: it learns that it has to go on."""

@@ -33,7 +33,7 @@ import torch
 from shoal.base.logs import Seldom, words_of
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import BusyError, MicrobatchNotFiniteError, ProtocolError, ShoalError
+from shoal.errors import BusyError, MicrobatchError, MicrobatchNotFiniteError, ProtocolError, ShoalError
 from shoal.metrics import Metrics
 from shoal.net.connection import CallFailure, Connection, Hello
 from shoal.net.memory import Piece, PipeEnd
@@ -374,12 +374,17 @@ class StageHost:
                 await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
         except StageFailure as e:
             self._fail(way, StageOutcome(e.cause, str(e)[:2000], e.epoch))
-        except MicrobatchNotFiniteError as e:
-            self._fail(way, StageOutcome(FailureCause.NOT_FINITE, str(e)[:2000]))
+        except MicrobatchError as e:  # the sender's doing, or this peer lags
+            is_finite = not isinstance(e, MicrobatchNotFiniteError)
+            self._fail(way, StageOutcome(FailureCause.FAILED if is_finite else FailureCause.NOT_FINITE, str(e)[:2000]))
         except Exception as e:
             # Whatever the user's module raises concerns this microbatch alone.
             text = f"{type(e).__name__}: {words_of(e)}"
-            self._warn_seldom("stage %d cannot compute a microbatch: %s", self.stage, text)
+            self._warn_seldom(
+                "stage %d cannot compute a microbatch: %s. If other peers of this stage can, mend this machine, otherwise "
+                "the module or the data",
+                *(self.stage, text),
+            )
             logger.debug("traceback of stage %d", self.stage, exc_info=e)
             self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
         finally:
@@ -503,8 +508,8 @@ class StageHost:
                 if step >= self.epoch and self._now() - since > LIFETIME:
                     del self._claims[peer]
                     self._warn_seldom(
-                        "peer %s says that step %d is over, but stage %d and those around it are at step %d: it is not "
-                        "believed. If such lines go on, give the run a token: https://…",
+                        "peer %s says that step %d is over, but stage %d is at step %d, and nobody else shows that this "
+                        "is wrong: it is not believed. A private run keeps strangers out",
                         *(peer, step, self.stage, self.epoch),
                         about=peer,
                     )
@@ -521,24 +526,33 @@ class StageHost:
                 await self.changes.next.wait()
 
     async def _make_steps(self) -> None:
+        failed_at = -1
         while self._is_over():
             if self.is_synchronous:
                 await self._finish_works(self.epoch)
-            before, lost_at, self._has_samples = self.epoch, self._lost_at(), False
+            before, lost_at = self.epoch, self._lost_at()
+            over = max([self._closed, *(step for step, _ in self._claims.values())])
+            is_anew = not before and not self._has_samples and not self._is_behind_mates()
+            self._has_samples = False
             try:
                 if lost_at > before + 1:
                     await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
             except Exception as e:
-                self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, words_of(e))
+                if failed_at == before:
+                    self._warn_seldom(
+                        "stage %d cannot make a step and goes on trying: %s: %s. If it does not succeed, restart this peer",
+                        *(self.stage, type(e).__name__, words_of(e)),
+                    )
                 logger.debug("traceback of the step", exc_info=e)
+                failed_at = before
             self.epoch = self.compute.epoch
-            if not before and self.epoch in (1, lost_at) and self._closed > 1:  # it has found no state to download
+            if is_anew and over > 1 and self.epoch in (1, lost_at):  # it has found no state to download
                 self._warn_seldom(
                     "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has the state of "
-                    "this stage",
-                    *(self.stage, self._closed),
+                    "this stage. If there is an archive of it, end this peer and revive that first",
+                    *(self.stage, over),
                 )
             if self.norms is not None:  # without synchronous steps, the last one may still be under way
                 self.norms.settle(self.epoch - (1 if self.is_synchronous else 2))
@@ -546,13 +560,15 @@ class StageHost:
             if self.epoch == before:
                 await asyncio.sleep(STEP_PAUSE)
 
+    def _is_behind_mates(self) -> bool:
+        return any(epoch > self.epoch for epoch in _epochs(self._peers.peers_of(self.stage), but=self._me))
+
     def _lost_at(self) -> int:
         """The step at which the stages around this one are, if no peer has a later state of this one; otherwise 0."""
-        others = [record for peer, record in self._peers.peers_of(self.stage).items() if peer != self._me]
-        if any(record.epoch > self.epoch for record in others):
+        if self._is_behind_mates():
             return 0
-        around = [*self._peers.peers_of(self.stage + 1).values(), *self._peers.peers_of(self.stage - 1).values()]
-        return min(self._closed + 1, median_low([record.epoch for record in around])) if around else 0
+        around = [epoch for side in (-1, 1) for epoch in _epochs(self._peers.peers_of(self.stage + side))]
+        return min(self._closed + 1, median_low(around)) if around else 0
 
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""
