@@ -157,6 +157,18 @@ def test_records_of_a_liar_do_not_count_among_those_of_others() -> None:
     run(main(), time_limit=600)
 
 
+def test_stage_peer_that_says_that_all_are_late_is_not_followed() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=8)
+        [liar] = await chain.add(1, epoch=FAR)
+        await trained(chain, 40, peers=2)
+        assert chain.metric("microbatches_resent")["late"]
+        assert chain.drivers[0][1].steps.step < 60
+        assert not liar.counted
+
+    run(main(), time_limit=600)
+
+
 # --- honest peers -----------------------------------------------------------------------------------------------------
 
 

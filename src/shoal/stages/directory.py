@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -111,6 +111,11 @@ def key_of_stage(run_id: str, stage: int) -> str:
 def name_of_stage(run_id: str, stage: int) -> str:
     """The run id of the optimizer of a stage."""
     return f"{run_id}_stage_{stage}"
+
+
+def epochs_of(peers: Mapping[PeerID, StageRecord], but: PeerID | None = None) -> list[int]:
+    """Of the peers of a stage that have its state."""
+    return [record.epoch for peer, record in peers.items() if peer != but and not record.is_joining]
 
 
 def seconds_between_looks(count: int) -> float:

@@ -284,7 +284,7 @@ class Hop:
         codec: CompressionBase = EXACT,
         max_bytes: int = 2**32,
     ) -> None:
-        self.stage, self._least_limit = stage, patience.limit(stage, count)
+        self.stage, self.count, self._least_limit = stage, count, patience.limit(stage, count)
         # Seconds that this stage and all after it work on a microbatch, those included in which it waits for others.
         self._usual = 0.0
         self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from statistics import median_low
 from typing import Any, Protocol, TypeVar
@@ -42,7 +42,7 @@ from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.compute import StageTask
 from shoal.base.bounded import Bounded
-from shoal.stages.directory import LIFETIME, MOST_REMEMBERED, RENEWAL_SECONDS, StageNumber, StageRecord
+from shoal.stages.directory import LIFETIME, MOST_REMEMBERED, RENEWAL_SECONDS, StageNumber, StageRecord, epochs_of
 from shoal.stages.hop import (
     CALL_FAILURES,
     Admission,
@@ -489,8 +489,8 @@ class StageHost:
         is_believed = any(peer in each for peer in self._claims for each in (self._bringers, before, mates, after))
         since = min(since for _, since in self._claims.values())
         # The own step counts among those of the other peers of this stage.
-        around = [median_low(epochs) for each in (before, after) if (epochs := _epochs(each))]
-        reached = max([*around, median_low([*_epochs(mates, but=self._me), self.epoch])])
+        around = [median_low(epochs) for each in (before, after) if (epochs := epochs_of(each))]
+        reached = max([*around, median_low([*epochs_of(mates, but=self._me), self.epoch])])
         if reached > self.epoch:
             self._closed = reached - 1
         elif (is_believed and (self._has_samples or max(around, default=self.epoch) >= self._unproven)) or (
@@ -508,8 +508,8 @@ class StageHost:
                 if step >= self.epoch and self._now() - since > LIFETIME:
                     del self._claims[peer]
                     self._warn_seldom(
-                        "peer %s says that step %d is over, but stage %d is at step %d, and nobody else shows that this "
-                        "is wrong: it is not believed. A private run keeps strangers out",
+                        "peer %s says that step %d is over, but stage %d is at step %d, and those around it are no further: "
+                        "it is not believed. A private run keeps strangers out",
                         *(peer, step, self.stage, self.epoch),
                         about=peer,
                     )
@@ -561,13 +561,13 @@ class StageHost:
                 await asyncio.sleep(STEP_PAUSE)
 
     def _is_behind_mates(self) -> bool:
-        return any(epoch > self.epoch for epoch in _epochs(self._peers.peers_of(self.stage), but=self._me))
+        return any(epoch > self.epoch for epoch in epochs_of(self._peers.peers_of(self.stage), but=self._me))
 
     def _lost_at(self) -> int:
         """The step at which the stages around this one are, if no peer has a later state of this one; otherwise 0."""
         if self._is_behind_mates():
             return 0
-        around = [epoch for side in (-1, 1) for epoch in _epochs(self._peers.peers_of(self.stage + side))]
+        around = [epoch for side in (-1, 1) for epoch in epochs_of(self._peers.peers_of(self.stage + side))]
         return min(self._closed + 1, median_low(around)) if around else 0
 
     async def _finish_works(self, step: int) -> None:
@@ -753,11 +753,6 @@ async def call_itself(p2p: P2P, handler: Callable[[Call, P2PContext], Awaitable[
     finally:
         near.abort()
         await cancel_and_wait(serving)
-
-
-def _epochs(peers: Mapping[PeerID, StageRecord], but: PeerID | None = None) -> list[int]:
-    """Of the peers that have the state of their stage."""
-    return [record.epoch for peer, record in peers.items() if peer != but and not record.is_joining]
 
 
 def _nbytes(structure: Any) -> int:
