@@ -11,7 +11,8 @@ One call leads through the next stage and all that follow it, because the peer t
 
 A peer that fails is replaced on the spot. The caller keeps what it has sent until the gradient is here. If a connection
 breaks, it asks the same peer once more, which knows the microbatch. Otherwise, and after a silence, it chooses another
-one, and tells it which peers are further ahead. These also know the microbatch, so that nothing is computed again but one stage.
+one, and tells it which peers are further ahead. These also know the microbatch, so that nothing is computed again but
+one stage.
 
 Both sides send heartbeats, so that the silence of either of them cuts the call.
 """
@@ -490,12 +491,15 @@ class Passage:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _warn_of_waiting(self, known: Iterable[PeerID]) -> None:
-        hop, step = self._hop, self._request.step
+        hop, stage, step = self._hop, self._hop.stage, self._request.step
         if not any(hop.measured.of(peer).behind[0] >= step for peer in known):
-            text = "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with stage=%d"
-            hop.warn_seldom(text, hop.stage, hop.stage)
+            hop.warn_seldom(
+                "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
+                "stage=%d",
+                *(stage, stage),
+            )
         elif self._now() - self._alone_since > LIFETIME:  # before that, it may be about to take over the state
-            hop.warn_seldom("the peers of stage %d do not get to step %d: restart the one that is behind", hop.stage, step)
+            hop.warn_seldom("the peers of stage %d do not get to step %d: restart the one that is behind", stage, step)
 
     def _is_stranded(self) -> bool:
         """Whether there was no peer for long. Then even one that is behind is asked: it learns that it has to go on."""

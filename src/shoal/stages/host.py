@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, words_of
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
@@ -41,7 +42,6 @@ from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.compute import StageTask
-from shoal.base.bounded import Bounded
 from shoal.stages.directory import LIFETIME, MOST_REMEMBERED, RENEWAL_SECONDS, StageNumber, StageRecord, epochs_of
 from shoal.stages.hop import (
     CALL_FAILURES,
@@ -69,7 +69,8 @@ T = TypeVar("T")
 TOLD = 3
 # A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
 SECONDS_OF_WORK = 0.5
-# The pause before a step that failed is tried again, and between two looks at what confirms a claim, in seconds (chosen).
+# The pause before a step that failed is tried again, and before another look at what confirms a claim, in seconds
+# (chosen).
 STEP_PAUSE = 1.0
 # How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
 # are asked again, in seconds (chosen).
@@ -205,7 +206,7 @@ class StageHost:
         self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
         self._is_closed = False
         self._ways: dict[MicrobatchID, RunningWork] = {}
-        # The last step that is known to be over. And what others say is over: by peer the step, and since when it says so.
+        # The last step that is known to be over. And what others say is over: by peer the step, and since when.
         self._closed = -1
         self._claims: Bounded[PeerID, tuple[int, float]] = Bounded(MOST_REMEMBERED)
         # Peers that have brought microbatches, and whether one has counted here since the last step.
@@ -381,8 +382,8 @@ class StageHost:
             # Whatever the user's module raises concerns this microbatch alone.
             text = f"{type(e).__name__}: {words_of(e)}"
             self._warn_seldom(
-                "stage %d cannot compute a microbatch: %s. If other peers of this stage can, mend this machine, otherwise "
-                "the module or the data",
+                "stage %d cannot compute a microbatch: %s. If other peers of this stage can, mend this machine, "
+                "otherwise the module or the data",
                 *(self.stage, text),
             )
             logger.debug("traceback of stage %d", self.stage, exc_info=e)
@@ -465,10 +466,11 @@ class StageHost:
         Returns:
             Whether that is news and known at once.
         """
-        said, since = self._claims.get(teller, (-1, self._now()))
+        said, since = self._claims.get(teller, (-1, 0.0))
         if step <= max(said, self._closed):
             return False
-        self._claims[teller] = step, since
+        # Honest peers may say the next step before this one is made here, but they do not run away.
+        self._claims[teller] = step, since if said > self.epoch + MOST_STEPS else self._now()
         self._go_on()
         if step > self._closed and (self._doubting is None or self._doubting.done()):
             self._doubting = self._tasks.spawn(self._doubt())
@@ -508,8 +510,8 @@ class StageHost:
                 if step >= self.epoch and self._now() - since > LIFETIME:
                     del self._claims[peer]
                     self._warn_seldom(
-                        "peer %s says that step %d is over, but stage %d is at step %d, and those around it are no further: "
-                        "it is not believed. A private run keeps strangers out",
+                        "peer %s says that step %d is over, but stage %d is at step %d, and those around it are no "
+                        "further: it is not believed. A private run keeps strangers out",
                         *(peer, step, self.stage, self.epoch),
                         about=peer,
                     )
@@ -542,7 +544,8 @@ class StageHost:
             except Exception as e:
                 if failed_at == before:
                     self._warn_seldom(
-                        "stage %d cannot make a step and goes on trying: %s: %s. If it does not succeed, restart this peer",
+                        "stage %d cannot make a step and goes on trying: %s: %s. If it does not succeed, restart this "
+                        "peer",
                         *(self.stage, type(e).__name__, words_of(e)),
                     )
                 logger.debug("traceback of the step", exc_info=e)
