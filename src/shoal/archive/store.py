@@ -37,7 +37,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, has_names, order_of, put_together
+from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, order_of, put_together
 from shoal.archive.manifest import MANIFEST, STAGES, File, Manifest, NotWholeError, StageEntry, prefix_of
 from shoal.averaging.state.download import State
 from shoal.base.logs import one_line, quoted
@@ -242,7 +242,12 @@ class Store:
                 files.update(self._write_files(folder, prefix_of(stage), each, is_private))
             if data is not None:
                 files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
-            manifest = _describe(run_id, contents, count, files)
+            now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            states = {
+                stage: StageEntry(each.run, each.kind, each.epoch, each.named, each.written or now)
+                for stage, each in contents.items()
+            }
+            manifest = Manifest.make(run_id, states, count, now, files)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
@@ -603,22 +608,6 @@ def _words(error: Exception) -> str:
 def _is_known(name: str) -> bool:
     """Whether this version knows what a file is for."""
     return name in (VALUES, DATA) or name.endswith(".safetensors")
-
-
-def _describe(run_id: str, contents: Mapping[int | None, CheckedState], count: int, files: dict[str, File]) -> Manifest:
-    """The manifest of an archive with these states and files."""
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    if None in contents:
-        [each] = contents.values()
-        return Manifest.make(each.kind, run_id, each.epoch, has_names(each.kind, each.state.metadata), now, files)
-    stages = {
-        stage: StageEntry(
-            each.run, each.kind, each.epoch, has_names(each.kind, each.state.metadata), each.written or now
-        )
-        for stage, each in contents.items()
-        if stage is not None
-    }
-    return Manifest.make_of_stages(run_id, count, stages, now, files)
 
 
 def told_of_stages(manifest: Manifest) -> str:
