@@ -326,7 +326,7 @@ class Archiver:
         """
         self._trackers[None].fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
         # Read the pass before the state: chunks that are done by now are in the state, or at most in lost gradients.
-        data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
+        data = self._dht.run_coroutine(lambda _, node: read_pass(node, self._run_id))
         try:
             contents, lost = self._download()
         except ArchiveError as e:
@@ -449,7 +449,3 @@ def downloads_of(
         return AveragerNode.get_stub(dht.p2p, peer, namespace=prefix)
 
     return StateDownloads(dht.p2p, dht.node, f"{prefix}.all_averagers", get_stub, options, trust)
-
-
-async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | None:
-    return await read_pass(node, run_id)

@@ -40,7 +40,7 @@ from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT, DHTNode
+    from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
 
@@ -224,13 +224,9 @@ class Revival(Facade):
 
     def _tell_pass(self) -> None:
         """Publish which data are done."""
-        self._told_pass_at = time.monotonic()
-        if self._passed is not None:
-            self._dht.run_coroutine(self._tell)
-
-    async def _tell(self, _: DHT, node: DHTNode) -> None:
-        assert self._passed is not None
-        await tell_pass(node, self._run_id, self._passed)
+        self._told_pass_at, passed = time.monotonic(), self._passed
+        if passed is not None:
+            self._dht.run_coroutine(lambda _, node: tell_pass(node, self._run_id, passed))
 
     def _let_end(self, stop: threading.Event) -> None:
         """Wait for downloads in flight, for ten minutes at most."""
