@@ -29,7 +29,7 @@ from shoal.errors import NotAMemberError, P2PDaemonError, StreamClosedError
 from shoal.moe import layers
 from shoal.moe.backend import ModuleBackend
 from shoal.moe.background import background_server
-from shoal.moe.declare import declare_experts, get_experts
+from shoal.moe.declare import declare, declare_experts, get_experts
 from shoal.moe.expert import RemoteExpert
 from shoal.moe.expert_server import Server, _generate_uids
 from shoal.moe.handler import ConnectionHandler, ExpertLimits, ExpertRequest, ExpertService
@@ -305,12 +305,12 @@ def test_experts_are_declared_and_withdrawn() -> None:
 def test_declaring_continues_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     errors = iter([OSError("no network")])
 
-    def declare(*args: Any, **kwargs: Any) -> Any:
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
         for error in errors:
             raise error
-        return declare_experts(*args, **kwargs)
+        return declare(*args, **kwargs)
 
-    monkeypatch.setattr("shoal.moe.dht_handler.declare_experts", declare)
+    monkeypatch.setattr("shoal.moe.dht_handler.declare", fail_once)
     with served({"e.0": backend_of(Gate())}, update_period=0.05, expiration=30) as (_, caller):
         wait_for(lambda: get_experts(caller, ["e.0"]) != [None])
     assert "could not declare 1 experts, trying again in 0.05 s: no network" in caplog.text
