@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.base.logs import counted
-from shoal.cli import add_option, value, whole
+from shoal.base.logs import counted, size
+from shoal.cli import add_option, scaled, value, whole
 from shoal.cli.plan import arithmetic
 from shoal.cli.plan.arithmetic import Estimate, Situation, guess_layers, guess_width, improve, methods, recommend
 
@@ -24,7 +24,6 @@ WIDTH = 100
 TOKENS, SEQUENCE, TERAFLOPS, ROUND_TRIP = 2**20, 2048, 40.0, 60.0
 STAGES = ("stages, Optimizer", "stages, DiLoCo")
 WELL_USED = 0.5  # chosen: with a lower share of time computing, the command looks for a change that helps
-UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 MEASURED = (
     f"an all-reduce takes {arithmetic.LINE_FACTOR} × the least time that the lines allow (benchmarks/wan.py), and "
     f"{arithmetic.ROUND_SECONDS} s (shoal demo) and {arithmetic.ROUND_TRIPS} round trips more",
@@ -41,11 +40,6 @@ ASSUMED = (
 )
 
 
-def _number(text: str) -> float:
-    factor = UNITS.get(text[-1:].upper())
-    return float(text) if factor is None else float(text[:-1]) * factor
-
-
 def _positive(what: str) -> Callable[[str], float]:
     return value(what, float, lambda number: 0 < number < math.inf)
 
@@ -54,8 +48,9 @@ def add_parser(subparsers: Any) -> None:
     """Add ``plan`` to the subcommands."""
     parser = subparsers.add_parser("plan", help="find out which way to train fits", description=DESCRIPTION)
     peers, count = whole("a number from 2 on", 2, 2**40), whole("a number from 1 on", 1, 2**40)
-    size = value("a number of parameters, such as 7e9 or 350M", _number, lambda number: 1 <= number < 1e15)
-    parser.add_argument("--parameters", type=size, required=True, metavar="N", help="of the model, such as 7e9 or 350M")
+    parameters = value("a number of parameters, such as 7e9 or 350M", scaled, lambda number: 1 <= number < 1e15)
+    of_model = "of the model, such as 7e9 or 350M"
+    parser.add_argument("--parameters", type=parameters, required=True, metavar="N", help=of_model)
     parser.add_argument("--peers", type=peers, required=True, metavar="N", help="that train together")
     speed = _positive("megabits per second, such as 50")
     parser.add_argument("--uplink", type=speed, required=True, metavar="MBIT", help="of the slowest peer, in Mbit/s")
@@ -143,15 +138,6 @@ def words(number: float) -> str:
         if number >= 0.9995 * factor:
             return f"{number / factor:.3g} {unit}"
     return f"{number:.0f}"
-
-
-def size(count: float) -> str:
-    """A number of bytes, with three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
 
 
 def span(seconds: float) -> str:
