@@ -30,6 +30,7 @@ from shoal.errors import ShoalError
 from shoal.optim.history.journal import hash_of
 from shoal.p2p import PeerID
 from shoal.stages.directory import StageDirectory, StageRecord, name_of_stage, seconds_between_looks
+from shoal.stages.placement import Peers
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
-
-Stages = Mapping[int, Mapping[PeerID, StageRecord]]
-"""The peers of all stages with their records, from :meth:`StageDirectory.all_peers`."""
 
 # A stage that is behind the others by this many epochs and makes no progress cannot catch up by itself. Derived: stages
 # that work differ by one.
@@ -49,12 +47,12 @@ EPOCHS_BEHIND = 2
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def holders_of(stages: Stages, stage: int) -> dict[PeerID, StageRecord]:
+def holders_of(stages: Peers, stage: int) -> dict[PeerID, StageRecord]:
     """The peers of a stage that can be sent microbatches."""
     return {peer: record for peer, record in stages.get(stage, {}).items() if record.serves}
 
 
-def keeper_of(stage: int, stages: Stages) -> PeerID | None:
+def keeper_of(stage: int, stages: Peers) -> PeerID | None:
     """The peer that keeps the state of a stage; ``None``: it needs none, or nobody else is there.
 
     It holds a neighbouring stage, or the nearest one that another peer holds.
@@ -78,7 +76,7 @@ class Duty(NamedTuple):
     """Make a newer copy of the state of this peer."""
 
 
-def duty_of(stage: int, own: PeerID, stages: Stages, kept: int | None, backup_every: int) -> Duty:
+def duty_of(stage: int, own: PeerID, stages: Peers, kept: int | None, backup_every: int) -> Duty:
     """What this peer does about the state of a stage.
 
     Args:
@@ -225,7 +223,7 @@ class StageBackups:
 
     def look(self) -> None:
         """Look at the directory once, and do what is to be done."""
-        stages: Stages = self._dht.run_coroutine(self._read)
+        stages: Peers = self._dht.run_coroutine(lambda *_: self._directory.read_all())
         own = self._dht.peer_id
         reached = max((records[own].epoch for records in stages.values() if own in records), default=0)
         for stage in range(self._directory.count):
@@ -240,10 +238,6 @@ class StageBackups:
             elif copy is not None:
                 self._show(stage, copy, epoch_to_offer(copy.epoch, reached, now, self._before.get(stage, {})))
             self._before[stage] = now
-
-    async def _read(self, *_: object) -> Stages:
-        await self._directory.read_all()
-        return self._directory.all_peers()
 
     def _show(self, stage: int, copy: Offer, epoch: int) -> None:
         if epoch > copy.epoch:
