@@ -453,7 +453,8 @@ class StageHost:
                 await self._finish_works(self.epoch)
             before, lost_at = self.epoch, self._lost_at()
             try:
-                if lost_at > before + 1:
+                # Without synchronous steps, the stages around may be further without any state being lost.
+                if lost_at > before + (1 if self._max_staleness is None else 2 + self._max_staleness):
                     await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
