@@ -437,9 +437,7 @@ async def test_stage_that_exchanges_only_now_and_then(make_dhts):
             torch.testing.assert_close(parameter, sum(own) / 2, rtol=1e-5, atol=1e-6)
 
 
-both_optimizers = pytest.mark.parametrize(
-    "inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"]
-)
+both_optimizers = pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
 
 
 @both_optimizers

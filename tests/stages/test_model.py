@@ -207,16 +207,21 @@ def passes_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_asynchronous_training_of_two_drivers(make_dhts, make_peer, monkeypatch):
     """Nothing hangs or is lost, no microbatch counts that is too old, and the loss falls."""
     found, dhts = passes_of(monkeypatch), make_dhts(4)
-    options = {"optimizer": ADAMW, "synchronous": False, "optimizer_opts": {"matchmaking_time": 2.0}}
+    options = {
+        "optimizer": ADAMW,
+        "synchronous": False,
+        "target_batch_size": 2 * MICROBATCHES * SAMPLES,
+        "optimizer_opts": {"matchmaking_time": 2.0},
+    }
     two = [WIDE[0], WIDE[2]]
     peers = [make_peer(dht, number % 2, two, **options) for number, dht in enumerate(dhts)]
     losses: list[torch.Tensor] = []
-    for both in zip(*(peer.train(data(60)) for peer in peers[:2]), strict=True):
+    for both in zip(*(peer.train(data(40)) for peer in peers[:2]), strict=True):
         losses += both
-    assert len(losses) == 120
+    assert len(losses) == 80
     assert torch.stack(losses[-20:]).mean() < 0.7 * torch.stack(losses[:20]).mean()
     assert max(late for _, late in found) <= 1
-    assert min(peer.local_epoch for peer in peers) > 5
+    assert min(peer.local_epoch for peer in peers) >= 3
 
 
 @over_sockets

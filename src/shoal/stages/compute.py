@@ -654,7 +654,7 @@ class StageCompute:
         while self.optimizer.local_epoch == epoch and not self.optimizer.end_epoch():
             if self._closing.wait(PAUSE_SECONDS):
                 return
-        self._catch_up()  # others may have made it without this peer, which could count nothing until it has their state
+        self._catch_up()  # others may have made it without this peer, which can count nothing until it has their state
         self._changes += isinstance(self.optimizer, Optimizer) and not self.optimizer.options.mode.delays_step
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

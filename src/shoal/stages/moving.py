@@ -111,9 +111,7 @@ async def next_move(directory: StageDirectory, me: PeerID, every: float, rng: ra
                 return move
 
 
-async def finish(
-    directory: StageDirectory, host: StageHost, compute: StageCompute, move: Move, patience: float
-) -> int:
+async def finish(directory: StageDirectory, host: StageHost, compute: StageCompute, move: Move, patience: float) -> int:
     """Finish what a peer has that is about to leave its stage: the microbatches under way, and then the step to which
     its gradients belong.
 
