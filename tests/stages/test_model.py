@@ -211,6 +211,7 @@ def test_asynchronous_training_of_two_drivers(make_dhts, make_peer, monkeypatch)
         "optimizer": ADAMW,
         "synchronous": False,
         "target_batch_size": 2 * MICROBATCHES * SAMPLES,
+        "in_flight": 2,  # fewer than a step has
         "optimizer_opts": {"matchmaking_time": 2.0},
     }
     two = [WIDE[0], WIDE[2]]
