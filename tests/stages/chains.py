@@ -179,6 +179,7 @@ class Chain:
         self.hosts: list[tuple[Machine, StageHost, FakeCompute]] = []
         self.drivers: list[tuple[Machine, Driver]] = []
         self.p2ps: list[P2P] = []
+        self._started: dict[Machine, tuple[Machine, P2P, StageService]] = {}
         self.board = Board()
         self.extras: dict[int, list[dict[str, Any]]] = {stage: [] for stage in range(stages)}
 
@@ -188,14 +189,16 @@ class Chain:
     def hasten(self, stage: int) -> None:
         """The records are always fresh."""
 
-    async def _start(self) -> tuple[Machine, P2P, StageService]:
+    async def start(self) -> tuple[Machine, P2P, StageService]:
+        """One more machine, with nothing yet."""
         machine = self.network.add_host()
         p2p = await machine.run(P2P.create(transport=machine.transport(), rng=machine.rng))
         for other in self.p2ps:
             p2p.add_addresses(other.peer_id, other.get_addresses(other.peer_id))
             other.add_addresses(p2p.peer_id, p2p.get_addresses(p2p.peer_id))
         self.p2ps.append(p2p)
-        return machine, p2p, StageService(p2p, "run", self)
+        self._started[machine] = machine, p2p, StageService(p2p, "run", self)
+        return self._started[machine]
 
     def _hop(self, stage: int, p2p: P2P, service: StageService) -> Hop:
         rng = random.Random(len(self.p2ps))
@@ -203,7 +206,7 @@ class Chain:
 
     async def add(self, *stages: int, places: int = 16, epoch: int = 0) -> list[FakeCompute]:
         """One more machine, with these stages."""
-        machine, p2p, service = await self._start()
+        machine, p2p, service = await self.start()
         made = []
         for stage in stages:
             compute = FakeCompute(self, stage)
@@ -221,7 +224,7 @@ class Chain:
         return made
 
     async def add_driver(self, in_flight: int = 4, *, on: Machine | None = None) -> Driver:
-        machine, p2p, service = await self._start()
+        machine, p2p, service = await self.start() if on is None else self._started[on]
         steps = Steps(
             self.board.seat(),
             self.target,

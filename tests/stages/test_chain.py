@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.stages.directory import LIFETIME
 from shoal.stages.hop import FailureCause, StageFailure
 from shoal.testing import Link, run
 from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain, FakeCompute
@@ -172,6 +173,28 @@ def test_death_at_any_moment_costs_at_most_one_pass(stage: int, how: str) -> Non
         run(main(0.001 + moment * PASS_SECONDS / 2))
 
 
+@pytest.mark.parametrize(("peers", "timeouts"), [(2, 1.4), (1, 2.4)])
+def test_silent_peer_costs_one_timeout(peers: int, timeouts: float) -> None:
+    """A lone one is asked again at once: it may only have been cut off."""
+
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = [[(await chain.add(stage))[0] for _ in range(peers if stage == 2 else 1)] for stage in range(STAGES)]
+        driver = await chain.add_driver(in_flight=1)
+        assert None not in await chain.drive(driver, [1])
+        driving, began = asyncio.ensure_future(chain.drive(driver, [2])), now()
+        await asyncio.sleep(3 * PASS_SECONDS)
+        [silent] = [compute for compute in computes[2] if compute.is_at_work]
+        machine = chain.machine_of(silent)
+        chain.network.partition([machine], {*chain.network.hosts} - {machine})
+        if peers == 1:
+            asyncio.get_running_loop().call_later(1.1 * PATIENCE.request_timeout, chain.network.heal)
+        assert None not in await driving
+        assert now() - began < 1.0 + timeouts * PATIENCE.request_timeout
+
+    run(main())
+
+
 def test_deaths_in_a_row_are_repaired_on_both_ways() -> None:
     async def main(moment: float) -> None:
         chain = Chain(STAGES, target=10**6)
@@ -251,6 +274,55 @@ def test_microbatches_wait_for_a_stage_without_peers(caplog: pytest.LogCaptureFi
     run(main())
     assert "no peer of stage 1 can be reached" in caplog.text
     assert "STAGE 1 BEGINS ANEW" in caplog.text
+
+
+def test_peers_that_lag_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """One is slow to make its first step, and one comes when its stage is some steps further."""
+
+    async def main() -> None:
+        chain = Chain(STAGES, target=4)
+        slow = (await grid(chain, 2))[1][0]
+        make_step = slow.make_step
+
+        async def make_first_step() -> int:
+            if not slow.epoch:
+                await asyncio.sleep(10.0)
+            return await make_step()
+
+        slow.make_step = make_first_step  # type: ignore[method-assign]
+        driver = await chain.add_driver()
+        assert None not in await chain.drive(driver, range(1, 13))
+        await chain.add(1)
+        assert None not in await chain.drive(driver, range(13, 41))
+        await asyncio.sleep(2 * LIFETIME)
+        assert {host.epoch for _, host, _ in chain.hosts} == {10}
+
+    run(main())
+    assert not caplog.records
+
+
+def test_only_peers_that_stay_behind_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=4)
+        computes = [(await chain.add(stage, epoch=10 if stage == 1 else 30))[0] for stage in range(STAGES)]
+        stuck, is_mended = computes[1], asyncio.Event()
+
+        async def go_nowhere(step: int) -> None:
+            await is_mended.wait()
+            stuck.epoch = step
+
+        stuck.go_to = go_nowhere  # type: ignore[method-assign]
+        driving = asyncio.ensure_future(chain.drive(await chain.add_driver(), range(1, 9)))
+        await asyncio.sleep(LIFETIME)
+        assert not caplog.records
+        await asyncio.sleep(LIFETIME)
+        assert [record.getMessage() for record in caplog.records] == [
+            "the peers of stage 1 do not get to step 30: restart the one that is behind"
+        ]
+        is_mended.set()
+        assert None not in await driving
+
+    run(main())
 
 
 def test_full_peers_hold_senders_back() -> None:

@@ -114,7 +114,7 @@ def test_driver_sends_no_activations(make_dhts, make_peer):
     assert [peer.held for peer in (*peers, driver)] == [[0], [1], [2], []]
     microbatches = data(24)
     losses = list(driver.train(microbatches))
-    assert losses[0].mean() > losses[-1].mean() > 0
+    assert losses[0].mean() > losses[-1].mean() >= 0
     content = sum(words.nbytes + labels.nbytes + 4 * SAMPLES for words, labels in microbatches)
     handler = "run::StageService.rpc_carry"
     metrics = [each.p2p.metrics for each in dhts]

@@ -30,8 +30,7 @@ async def serve(directory, stage, rate=1.0, **values):
 
 
 async def places(directory):
-    await directory.read_all()
-    return {stage: len(peers) for stage, peers in directory.all_peers().items()}
+    return {stage: len(peers) for stage, peers in (await directory.read_all()).items()}
 
 
 async def stop(directories):
@@ -101,8 +100,7 @@ def test_peers_that_decide_at_different_times_move_one_at_a_time():
                 await asyncio.sleep(until - loop.time())
 
         await asyncio.gather(*[look_again_and_again(*each) for each in zip(directories, peers, range(9), strict=True)])
-        await directories[0].read_all()
-        assert move_of(directories[0].all_peers(), 99) is None
+        assert move_of(await directories[0].read_all(), 99) is None
         await stop(directories)
 
     run(main())
@@ -162,8 +160,7 @@ def test_a_peer_whose_fellows_are_dead_does_not_leave_its_stage():
         peers, directories = await start(3, 2)
         for directory in directories:
             await serve(directory, 0)
-        await directories[0].read_all()
-        mover = peers.index(move_of(directories[0].all_peers(), 0).peer)
+        mover = peers.index(move_of(await directories[0].read_all(), 0).peer)
         for number, directory in enumerate(directories):
             if number != mover:
                 await directory._tasks.close()  # dead: its record is not renewed, and stays for a while

@@ -76,7 +76,7 @@ def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer
     [rich] = mover.held
     peers = [mover, *(make_peer(dht, rich, **inner) for dht in dhts[1:4]), make_peer(dhts[4], 1 - rich, **inner)]
     losses: list[torch.Tensor] = []
-    moved = 0
+    moved = 0  # it may have moved before the first loss is here
     for found in mover.train(itertools.cycle(data(20))):
         losses.append(found.mean())
         if mover.held != [1 - rich]:

@@ -79,7 +79,8 @@ async def test_silent_stage_counts_with_its_last_norm(caplog):
             await (late if step == 3 else norms.own(4))
     assert await norms.own(2) == 1.0
     assert [record.getMessage() for record in caplog.records] == [
-        f"stage {stage} did not tell the norm of its gradients ({why}): its last one counts for clipping"
+        f"stage {stage} did not tell the norm of its gradients ({why}): its last one counts for clipping. If this "
+        "goes on, it needs faster peers"
         for stage, why in [(2, "it is busy"), (1, "got nan")]
     ]
 

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -111,6 +111,11 @@ def key_of_stage(run_id: str, stage: int) -> str:
 def name_of_stage(run_id: str, stage: int) -> str:
     """The run id of the optimizer of a stage."""
     return f"{run_id}_stage_{stage}"
+
+
+def epochs_of(peers: Mapping[PeerID, StageRecord], but: PeerID | None = None) -> list[int]:
+    """Of the peers of a stage that have its state."""
+    return [record.epoch for peer, record in peers.items() if peer != but and not record.is_joining]
 
 
 def seconds_between_looks(count: int) -> float:
@@ -292,13 +297,10 @@ class StageDirectory:
         found = {peer: record for peer, (record, until) in self._others.get(stage, {}).items() if until > now}
         return found | ({self._p2p.peer_id: self._own[stage]} if stage in self._own else {})
 
-    def all_peers(self) -> dict[int, dict[PeerID, StageRecord]]:
-        """The peers of all stages, as they were when each stage was last read; see :meth:`read_all`."""
-        return {stage: self.peers_of(stage) for stage in range(self.count)}
-
-    async def read_all(self) -> None:
-        """Read all stages now, such as before a decision about who moves."""
+    async def read_all(self) -> dict[int, dict[PeerID, StageRecord]]:
+        """Read all stages now, such as before a decision about who moves; returns the peers of each."""
         await asyncio.gather(*[self.read(stage) for stage in range(self.count)])
+        return {stage: self.peers_of(stage) for stage in range(self.count)}
 
     async def read(self, stage: int) -> None:
         """Read the records of a stage now."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import median_low
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from shoal.base.tasks import BackgroundTasks, first_completed
 from shoal.metrics import Metrics
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.serving.tensors import tensors_of
+from shoal.stages.directory import epochs_of
 from shoal.stages.hop import Cargo, Changes, FailureCause, Hop, Request, StageFailure
 
 logger = logging.getLogger(__name__)
@@ -263,7 +265,12 @@ class Driver:
                 finally:
                     self.steps.end(samples, has_come_back=brought is not None)
                 self._metrics.microbatches_resent["late"] += 1
-                self.steps.catch_up(late.epoch)
+                self.steps.catch_up(min(late.epoch, max(step + 1, self._reached())))
+
+    def _reached(self) -> int:
+        """The step at which most peers of a stage are: one that says more is not followed further than by a step."""
+        stages = map(self._hop.peers.peers_of, range(self._hop.count))
+        return max((median_low(epochs) for each in stages if (epochs := epochs_of(each))), default=0)
 
     async def _send_until_there(
         self, cargo: Cargo, samples: int, step: int, seed: int, *, trains: bool

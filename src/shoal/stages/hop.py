@@ -10,8 +10,9 @@ One call leads through the next stage and all that follow it, because the peer t
     caller ► callee   end                                  everything that follows from the gradient is passed on
 
 A peer that fails is replaced on the spot. The caller keeps what it has sent until the gradient is here. If a connection
-breaks, it asks the same peer once more, which knows the microbatch. Otherwise it chooses another one, and tells it
-which peers are further ahead. These also know the microbatch, so that nothing is computed again but one stage.
+breaks, it asks the same peer once more, which knows the microbatch. Otherwise, and after a silence, it chooses another
+one, and tells it which peers are further ahead. These also know the microbatch, so that nothing is computed again but
+one stage.
 
 Both sides send heartbeats, so that the silence of either of them cuts the call.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -49,7 +50,7 @@ from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.choice import MOST_MEASURED, Measurements, choose
-from shoal.stages.directory import MAX_STAGES, StageRecord
+from shoal.stages.directory import LIFETIME, MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,10 @@ class StageFailure(ShoalError):
         self.cause, self.epoch = cause, epoch
 
 
+class SilentPeerError(StreamClosedError):
+    """A call was cut, because the other peer showed no sign of life."""
+
+
 class PeerTurnedAway(ShoalError):
     """A peer does not take the microbatch now."""
 
@@ -221,10 +226,16 @@ class Changes:
 
 @asynccontextmanager
 async def lively(call: Call, silence: float) -> AsyncIterator[None]:
-    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for."""
+    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for.
+
+    Raises:
+        SilentPeerError: it was cut.
+    """
     stream, now = call.connection.stream, asyncio.get_running_loop().time
+    is_silent = False
 
     async def watch() -> None:
+        nonlocal is_silent
         received, since = stream.received, now()
         while not stream.closed:
             await asyncio.sleep(silence / PULSES)
@@ -233,11 +244,16 @@ async def lively(call: Call, silence: float) -> AsyncIterator[None]:
             if stream.received != received or not stream.is_awaited:
                 received, since = stream.received, now()
             elif now() - since >= silence:
+                is_silent = True
                 stream.abort()
 
     watching = asyncio.ensure_future(watch())
     try:
         yield
+    except StreamClosedError as e:
+        if is_silent:
+            raise SilentPeerError(str(e)) from e
+        raise
     finally:
         await cancel_and_wait(watching)
 
@@ -269,7 +285,7 @@ class Hop:
         codec: CompressionBase = EXACT,
         max_bytes: int = 2**32,
     ) -> None:
-        self.stage, self._least_limit = stage, patience.limit(stage, count)
+        self.stage, self.count, self._least_limit = stage, count, patience.limit(stage, count)
         # Seconds that this stage and all after it work on a microbatch, those included in which it waits for others.
         self._usual = 0.0
         self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience
@@ -409,7 +425,8 @@ class Passage:
             # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
             is_broken = isinstance(error, StreamClosedError) and self._is_admitted
             is_unlucky = returns and isinstance(error, StreamClosedError | InterruptedDialError)
-            if (is_broken or is_unlucky) and returns < MAX_RETURNS:
+            is_gone = isinstance(error, SilentPeerError) and not self._is_only(peer)
+            if (is_broken or is_unlucky) and not is_gone and returns < MAX_RETURNS:
                 again = peer
             self._repair(peer, error, is_gone=again is None)
 
@@ -469,14 +486,20 @@ class Passage:
             if not busy:
                 hop.peers.hasten(hop.stage)
             if self._is_stranded():
-                hop.warn_seldom(
-                    "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
-                    "stage=%d",
-                    hop.stage,
-                    hop.stage,
-                )
+                self._warn_of_waiting(known)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _warn_of_waiting(self, known: Iterable[PeerID]) -> None:
+        hop, stage, step = self._hop, self._hop.stage, self._request.step
+        if not any(hop.measured.of(peer).behind[0] >= step for peer in known):
+            hop.warn_seldom(
+                "no peer of stage %d can be reached: microbatches wait until there is one. Start another peer with "
+                "stage=%d",
+                *(stage, stage),
+            )
+        elif self._now() - self._alone_since > LIFETIME:  # before that, it may be about to take over the state
+            hop.warn_seldom("the peers of stage %d do not get to step %d: restart the one that is behind", stage, step)
 
     def _is_stranded(self) -> bool:
         """Whether there was no peer for long. Then even one that is behind is asked: it learns that it has to go on."""

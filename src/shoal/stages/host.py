@@ -8,8 +8,14 @@ of its own, which outlives the calls that ask for it::
                                       └─ waits until the step of the microbatch begins
 
 *Steps.* Drivers say when a step is over (:mod:`~shoal.stages.driver`). Then each holder of the stage makes it, as soon
-as no microbatch of that step is under way here. A microbatch of the next step shows that the step is over, too, so
+as no microbatch of that step is under way here. A microbatch of the next step says that the step is over, too, so
 nobody depends on a single message.
+
+*Who is believed.* Anybody can say that a step is over. A peer that takes part, because it has brought a microbatch or
+has a record for this stage or one beside it, ends a step that has samples here. It also ends one without samples, but
+no second one until a stage beside has come as far. Whatever anybody says, a peer that lags follows most peers of
+a stage beside it, and of its own. A peer that has had no microbatch yet has nothing else to go by: after some seconds,
+it believes everybody.
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch
 
+from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, words_of
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import BusyError, MicrobatchNotFiniteError, ProtocolError, ShoalError
+from shoal.errors import BusyError, MicrobatchError, MicrobatchNotFiniteError, ProtocolError, ShoalError
 from shoal.metrics import Metrics
 from shoal.net.connection import CallFailure, Connection, Hello
 from shoal.net.memory import Piece, PipeEnd
@@ -35,7 +42,7 @@ from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.compute import StageTask
-from shoal.stages.directory import StageNumber, StageRecord
+from shoal.stages.directory import LIFETIME, MOST_REMEMBERED, RENEWAL_SECONDS, StageNumber, StageRecord, epochs_of
 from shoal.stages.hop import (
     CALL_FAILURES,
     Admission,
@@ -62,7 +69,8 @@ T = TypeVar("T")
 TOLD = 3
 # A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
 SECONDS_OF_WORK = 0.5
-# The pause before a step that failed is tried again, in seconds (chosen).
+# The pause before a step that failed is tried again, and before another look at what confirms a claim, in seconds
+# (chosen).
 STEP_PAUSE = 1.0
 # How long a peer of another stage may take to tell a norm, because it still averages (chosen), and the pause before all
 # are asked again, in seconds (chosen).
@@ -109,8 +117,8 @@ class Arithmetic(Protocol):
 class RunningWork:
     """A work and what runs for it."""
 
-    def __init__(self, work: Work, request: Request) -> None:
-        self.work, self.request = work, request
+    def __init__(self, work: Work, request: Request, caller: PeerID) -> None:
+        self.work, self.request, self.caller = work, request, caller
         self.task = StageTask(
             request.driver, request.sequence, request.step, request.seed, request.samples, trains=request.trains
         )
@@ -198,7 +206,14 @@ class StageHost:
         self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
         self._is_closed = False
         self._ways: dict[MicrobatchID, RunningWork] = {}
+        # The last step that is known to be over. And what others say is over: by peer the step, and since when.
         self._closed = -1
+        self._claims: Bounded[PeerID, tuple[int, float]] = Bounded(MOST_REMEMBERED)
+        # Peers that have brought microbatches, and whether one has counted here since the last step.
+        self._bringers: Bounded[PeerID, None] = Bounded(MOST_REMEMBERED)
+        self._has_samples = False
+        # The epoch after the last step without samples that was made because of somebody's word.
+        self._unproven = 0
         self._pace = Pace()
         works.is_last = next_hop is None
         self._bound_waiting()
@@ -206,6 +221,7 @@ class StageHost:
         self.changes = Changes()
         self._tasks = BackgroundTasks(logger, f"stage {stage}")
         self._stepping: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
         self._warn_seldom = Seldom(logger.warning)
         self._now = asyncio.get_running_loop().time
 
@@ -246,9 +262,9 @@ class StageHost:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def carry(self, call: Call, request: Request) -> None:
+    async def carry(self, call: Call, request: Request, caller: PeerID) -> None:
         """Serve one call for a microbatch."""
-        code, way = self._admit(request)
+        code, way = self._admit(request, caller)
         is_served = False
         try:
             await call.send(Admission(code=code, epoch=self.epoch), end=way is None)
@@ -258,28 +274,33 @@ class StageHost:
                 if code is Acceptance.ACCEPTED:
                     arrived, _ = await receive_tensors(call, self._max_bytes)
                     self._begin(way, arrived)
+                    self.note_brought(caller, PeerID(request.driver))
                 is_served = await self._answer(call, way)
         finally:
             if way is not None:
                 self._leave(way, is_served=is_served)
 
-    def _admit(self, request: Request) -> tuple[Acceptance, RunningWork | None]:
+    def note_brought(self, *peers: PeerID) -> None:
+        """These peers take part: they have brought a microbatch."""
+        self._bringers.update(dict.fromkeys(peers))
+
+    def _admit(self, request: Request, caller: PeerID) -> tuple[Acceptance, RunningWork | None]:
         identity = MicrobatchID(request.driver, request.sequence)
         if self.is_leaving and identity not in self._ways:
             return Acceptance.BUSY, None
         if self.is_synchronous and request.trains and request.step == self.epoch + 1:
-            self.close_step(request.step - 1)
+            self.close_step(request.step - 1, caller)
         door = Door(self.epoch, self._closed, self._max_staleness)
         code, work = self.works.ask(identity, request.step, request.trains, door)
         if code is Acceptance.BEHIND:
-            self.close_step(request.step - 1)  # making the steps between brings this peer to the others
+            self.close_step(request.step - 1, caller)  # making the steps between brings this peer to the others
         if work is None:
             return code, None
         way = self._ways.get(identity)
         if way is None or way.work is not work:
-            way = self._ways[identity] = RunningWork(work, request)
+            way = self._ways[identity] = RunningWork(work, request, caller)
         elif code is Acceptance.ACCEPTED:
-            way.request = request  # the hints of the newest caller are the best
+            way.request, way.caller = request, caller  # the hints of the newest caller are the best
         return code, way
 
     def _begin(self, way: RunningWork, arrived: Any) -> None:
@@ -354,12 +375,17 @@ class StageHost:
                 await asyncio.Event().wait()  # the stages after this one keep what they have, until this is cancelled
         except StageFailure as e:
             self._fail(way, StageOutcome(e.cause, str(e)[:2000], e.epoch))
-        except MicrobatchNotFiniteError as e:
-            self._fail(way, StageOutcome(FailureCause.NOT_FINITE, str(e)[:2000]))
+        except MicrobatchError as e:  # the sender's doing, or this peer lags
+            is_finite = not isinstance(e, MicrobatchNotFiniteError)
+            self._fail(way, StageOutcome(FailureCause.FAILED if is_finite else FailureCause.NOT_FINITE, str(e)[:2000]))
         except Exception as e:
             # Whatever the user's module raises concerns this microbatch alone.
             text = f"{type(e).__name__}: {words_of(e)}"
-            self._warn_seldom("stage %d cannot compute a microbatch: %s", self.stage, text)
+            self._warn_seldom(
+                "stage %d cannot compute a microbatch: %s. If other peers of this stage can, mend this machine, "
+                "otherwise the module or the data",
+                *(self.stage, text),
+            )
             logger.debug("traceback of stage %d", self.stage, exc_info=e)
             self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
         finally:
@@ -384,6 +410,7 @@ class StageHost:
                 works.advance(way.work, Phase.BACKWARD)
             both = self.compute.losses(task, inputs, labels, own)
             losses, grads = await self._measured(both, is_last=task.trains)
+            self._has_samples |= task.trains
             return Result(losses, grads)
         passage = await stack.enter_async_context(
             self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
@@ -399,6 +426,7 @@ class StageHost:
             works.advance(way.work, Phase.BACKWARD)
             backward = self.compute.backward(task, result.grads)
             result = Result(result.losses, await self._measured(backward, is_last=True))
+            self._has_samples = True
         return result
 
     async def _measured(self, computing: Awaitable[T], *, is_last: bool) -> T:
@@ -423,35 +451,91 @@ class StageHost:
         if self.is_synchronous and self.epoch < step:
             way.tell(waits=True)
             while self.epoch < step:
-                self.close_step(step - 1)
-                await self.changes.next.wait()
+                change = self.changes.next
+                self.close_step(step - 1, way.caller)
+                await change.wait()
             way.tell(waits=False)
         if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Acceptance.LATE:
             raise StageFailure(FailureCause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def close_step(self, step: int) -> bool:
-        """A step is over: make it when no microbatch of it is under way here. Returns whether that was new."""
-        is_news = step > self._closed
-        self._closed = max(self._closed, step)
-        if self.epoch <= self._closed and (self._stepping is None or self._stepping.done()):
+    def close_step(self, step: int, teller: PeerID) -> bool:
+        """A peer says that a step is over: make it when that is known, and no microbatch of it is under way here.
+
+        Returns:
+            Whether that is news and known at once.
+        """
+        said, since = self._claims.get(teller, (-1, 0.0))
+        if step <= max(said, self._closed):
+            return False
+        # Honest peers may say the next step before this one is made here, but they do not run away.
+        self._claims[teller] = step, since if said > self.epoch + MOST_STEPS else self._now()
+        self._go_on()
+        if step > self._closed and (self._doubting is None or self._doubting.done()):
+            self._doubting = self._tasks.spawn(self._doubt())
+        return step <= self._closed
+
+    def _go_on(self) -> None:
+        if (self._stepping is None or self._stepping.done()) and self._is_over():
             self._stepping = self._tasks.spawn(self._make_steps())
-        return is_news
+
+    def _is_over(self) -> bool:
+        """Whether the step of this peer is over, as far as those who say so can be believed."""
+        for peer, (step, _) in [*self._claims.items()]:
+            if step < self.epoch:
+                del self._claims[peer]
+        if self.epoch <= self._closed or not self._claims:
+            return self.epoch <= self._closed
+        before, mates, after = (self._peers.peers_of(self.stage + side) for side in (-1, 0, 1))
+        is_believed = any(peer in each for peer in self._claims for each in (self._bringers, before, mates, after))
+        since = min(since for _, since in self._claims.values())
+        # The own step counts among those of the other peers of this stage.
+        around = [median_low(epochs) for each in (before, after) if (epochs := epochs_of(each))]
+        reached = max([*around, median_low([*epochs_of(mates, but=self._me), self.epoch])])
+        if reached > self.epoch:
+            self._closed = reached - 1
+        elif (is_believed and (self._has_samples or max(around, default=self.epoch) >= self._unproven)) or (
+            not self._bringers and self._now() - since > RENEWAL_SECONDS
+        ):
+            self._closed = self.epoch
+            self._unproven = self._unproven if self._has_samples else self.epoch + 1
+        return self.epoch <= self._closed
+
+    async def _doubt(self) -> None:
+        """Look again until all claims are confirmed, or have not been for so long that all records around are new."""
+        while self._claims:
+            await asyncio.sleep(STEP_PAUSE)
+            for peer, (step, since) in [*self._claims.items()]:
+                if step >= self.epoch and self._now() - since > LIFETIME:
+                    del self._claims[peer]
+                    self._warn_seldom(
+                        "peer %s says that step %d is over, but stage %d is at step %d, and those around it are no "
+                        "further: it is not believed. A private run keeps strangers out",
+                        *(peer, step, self.stage, self.epoch),
+                        about=peer,
+                    )
+                    self.changes.note()  # who waits for this step says it again
+            self._go_on()
 
     async def _follow(self) -> None:
         while True:
             await self.compute.until_over()
             epoch = self.epoch
-            self.close_step(epoch)
+            self._closed = max(self._closed, epoch)
+            self._go_on()
             while self.epoch == epoch:
                 await self.changes.next.wait()
 
     async def _make_steps(self) -> None:
-        while self.epoch <= self._closed:
+        failed_at = -1
+        while self._is_over():
             # Otherwise they would count when they are too old.
             await self._finish_works(self.epoch - (self._max_staleness or 0))
             before, lost_at = self.epoch, self._lost_at()
+            over = max([self._closed, *(step for step, _ in self._claims.values())])
+            is_anew = not before and not self._has_samples and not self._is_behind_mates()
+            self._has_samples = False
             try:
                 # Without synchronous steps, the stages around may be further without any state being lost.
                 if lost_at > before + (1 if self._max_staleness is None else 2 + self._max_staleness):
@@ -459,14 +543,20 @@ class StageHost:
                 else:
                     await self.compute.make_step()
             except Exception as e:
-                self._warn_seldom("stage %d could not make a step: %s: %s", self.stage, type(e).__name__, words_of(e))
+                if failed_at == before:
+                    self._warn_seldom(
+                        "stage %d cannot make a step and goes on trying: %s: %s. If it does not succeed, restart this "
+                        "peer",
+                        *(self.stage, type(e).__name__, words_of(e)),
+                    )
                 logger.debug("traceback of the step", exc_info=e)
+                failed_at = before
             self.epoch = self.compute.epoch
-            if not before and self.epoch in (1, lost_at) and self._closed > 1:  # it has found no state to download
+            if is_anew and over > 1 and self.epoch in (1, lost_at):  # it has found no state to download
                 self._warn_seldom(
                     "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has the state of "
-                    "this stage",
-                    *(self.stage, self._closed),
+                    "this stage. If there is an archive of it, end this peer and revive that first",
+                    *(self.stage, over),
                 )
             if self.norms is not None:  # without synchronous steps, the last one may still be under way
                 self.norms.settle(self.epoch - (1 if self.is_synchronous else 2))
@@ -474,13 +564,15 @@ class StageHost:
             if self.epoch == before:
                 await asyncio.sleep(STEP_PAUSE)
 
+    def _is_behind_mates(self) -> bool:
+        return any(epoch > self.epoch for epoch in epochs_of(self._peers.peers_of(self.stage), but=self._me))
+
     def _lost_at(self) -> int:
         """The step at which the stages around this one are, if no peer has a later state of this one; otherwise 0."""
-        others = [record for peer, record in self._peers.peers_of(self.stage).items() if peer != self._me]
-        if any(record.epoch > self.epoch for record in others):
+        if self._is_behind_mates():
             return 0
-        around = [*self._peers.peers_of(self.stage + 1).values(), *self._peers.peers_of(self.stage - 1).values()]
-        return min(self._closed + 1, median_low([record.epoch for record in around])) if around else 0
+        around = [epoch for side in (-1, 1) for epoch in epochs_of(self._peers.peers_of(self.stage + side))]
+        return min(self._closed + 1, median_low(around)) if around else 0
 
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step, or of one before, is under way. With synchronous steps, their drivers are
@@ -559,25 +651,25 @@ class StageService(ServicerBase):
         request = await call.receive(Request)
         if request is None:
             raise ProtocolError("a call for a microbatch without a request")
-        await self._host_of(request.stage).carry(call, request)
+        await self._host_of(request.stage).carry(call, request, context.remote_id)
 
     async def rpc_close(self, request: CloseStep, context: P2PContext) -> Closed:
         """A driver says that a step is over."""
         host = self._host_of(request.stage)
-        if host.close_step(request.step) and request.spreads:
+        if host.close_step(request.step, context.remote_id) and request.spreads:
             others = [peer for peer in self._peers.peers_of(request.stage) if peer != context.remote_id]
             self._tasks.spawn(self._tell(others, msgspec.structs.replace(request, spreads=False)))
         return Closed(epoch=host.epoch)
 
     async def rpc_norm(self, request: NormRequest, context: P2PContext) -> Norm:
         """A peer of another stage clips by the norm of all stages."""
-        return Norm(value=await self._own_norm(request))
+        return Norm(value=await self._own_norm(request, context.remote_id))
 
-    async def _own_norm(self, request: NormRequest) -> float:
+    async def _own_norm(self, request: NormRequest, asker: PeerID) -> float:
         host = self._host_of(request.stage)
         if not host.epoch - MOST_STEPS <= request.step <= host.epoch + 1:
             raise BusyError(f"stage {request.stage} is at step {host.epoch} here")
-        host.close_step(request.step)
+        host.close_step(request.step, asker)
         # A stage without trained parameters has no norm.
         return 0.0 if host.norms is None else await host.norms.own(request.step)
 
@@ -593,7 +685,7 @@ class StageService(ServicerBase):
                     return answer.value
             self._peers.hasten(stage)
             await asyncio.sleep(NORM_PAUSE)
-        return await self._own_norm(request)
+        return await self._own_norm(request, self.p2p.peer_id)
 
     async def close_step(self, step: int, count: int) -> None:
         """Tell all stages that a step is over."""
@@ -608,7 +700,7 @@ class StageService(ServicerBase):
         async def tell(peer: PeerID) -> None:
             if peer == self.p2p.peer_id:
                 if request.stage in self.hosts:
-                    self.hosts[request.stage].close_step(request.step)
+                    self.hosts[request.stage].close_step(request.step, peer)
                 return
             with suppress(*CALL_FAILURES):  # a peer that was not told learns it from the next microbatch
                 await StageService.get_stub(self.p2p, peer, namespace=self.run_id).rpc_close(request, timeout=5.0)

@@ -35,8 +35,7 @@ async def take_place(directory: StageDirectory, me: PeerID) -> int:
     """Choose the stage that a newcomer holds, and declare that it joins there; returns the stage."""
     declared, since = None, math.inf
     for _ in range(MOST_TURNS):
-        await directory.read_all()
-        stage = stage_for_newcomer(directory.all_peers(), me, since)
+        stage = stage_for_newcomer(await directory.read_all(), me, since)
         if stage == declared:
             break
         # Not before the reading: those that others have seen for longer come first.
@@ -72,16 +71,14 @@ async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move 
     Args:
         step: the same at all peers, such as the number of the present period.
     """
-    await directory.read_all()
-    move = move_of(directory.all_peers(), step)
+    move = move_of(await directory.read_all(), step)
     if move is None or move.peer != me:
         return None
     since = get_dht_time()
     await directory.mark(move.source, serves_auto=True, moves_to=move.target, since=since)
     while get_dht_time() < since + LIFETIME:
         await asyncio.sleep(PAUSE_OF_MOVER)
-        await directory.read_all()
-        if not may_move(directory.all_peers(), move, step):
+        if not may_move(await directory.read_all(), move, step):
             break
         others = [record for peer, record in directory.peers_of(move.source).items() if peer != me]
         if any(each.serves and each.moves_to is None and each.time > since for each in others):
@@ -103,9 +100,9 @@ async def next_move(directory: StageDirectory, me: PeerID, every: float, rng: ra
     pause, decided = min(seconds_between_looks(directory.count), period / 2), get_dht_time() // period
     while True:
         await asyncio.sleep(pause * rng.uniform(0.5, 1.5))
-        await directory.read_all()
+        rates = rates_of(await directory.read_all())
         step = get_dht_time() // period
-        if step > decided or not all(rates_of(directory.all_peers()).values()):
+        if step > decided or not all(rates.values()):
             decided = step
             if move := await decide_move(directory, me, int(step)):
                 return move
@@ -124,8 +121,7 @@ async def finish(directory: StageDirectory, host: StageHost, compute: StageCompu
     Returns:
         The samples whose gradients are lost.
     """
-    peers = directory.all_peers()
-    is_urgent = not any(record.serves for record in peers[move.target].values())
+    is_urgent = not any(record.serves for record in directory.peers_of(move.target).values())
     host.is_leaving = True
     await directory.declare(host.record())
     await host.drain(0.0 if is_urgent else patience)

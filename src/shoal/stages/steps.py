@@ -215,7 +215,8 @@ class StageNorms:
                 raise ValueError(f"got {found}")
         except (ShoalError, TimeoutError, ValueError) as e:
             self._warn_seldom(
-                "stage %d did not tell the norm of its gradients (%s): its last one counts for clipping",
+                "stage %d did not tell the norm of its gradients (%s): its last one counts for clipping. If this goes "
+                "on, it needs faster peers",
                 stage,
                 e,
                 about=stage,
