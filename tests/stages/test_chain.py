@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections import Counter
@@ -114,6 +115,37 @@ def test_stale_microbatches_are_dropped_only_if_too_old() -> None:
         staleness = {epoch - task.step for _, _, compute in chain.hosts for task, epoch in compute.counted}
         assert 0 in staleness
         assert now() - began < 1.3 * 40 * 2 * PASS_SECONDS  # nobody waits for steps
+
+    run(main())
+
+
+@pytest.mark.parametrize("step_seconds", [0.3, 2.5])
+def test_no_microbatch_is_older_than_max_staleness_when_it_counts(step_seconds: float) -> None:
+    """Even if its stage has stepped since it came in. Slow steps let a stage fall behind, and lose nothing."""
+
+    async def main() -> None:
+        chain = Chain(STAGES, target=2, max_staleness=1)
+        computes = [each for _ in range(3) for each in await chain.add(0)]
+        computes += [each for stage in (1, 2) for each in await chain.add(stage)]
+        went: list[int] = []
+
+        async def make_step(compute: FakeCompute) -> int:
+            await asyncio.sleep(step_seconds if compute.stage == 1 else 0.1)
+            compute.epoch += 1
+            return compute.epoch
+
+        async def go_to(compute: FakeCompute, step: int) -> None:
+            went.append(step)
+            compute.epoch = step
+
+        for compute in computes:
+            compute.make_step = functools.partial(make_step, compute)  # type: ignore[method-assign]
+            compute.go_to = functools.partial(go_to, compute)  # type: ignore[method-assign]
+        driver = await chain.add_driver(in_flight=12)
+        assert None not in await chain.drive(driver, range(1, 61))
+        staleness = {epoch - task.step for _, _, compute in chain.hosts for task, epoch in compute.counted}
+        assert max(staleness) == 1
+        assert not went
 
     run(main())
 

@@ -189,6 +189,12 @@ class Leaving:
         self.epoch, self.samples = 6, 0
         self.changes.note()
 
+    async def flush(self):
+        """All of its samples wait for the step already."""
+
+    async def end_step(self):
+        """It is made at once."""
+
 
 @pytest.mark.parametrize(
     ("is_lost", "step_after", "lost", "seconds"),
@@ -203,7 +209,7 @@ def test_a_peer_that_leaves_waits_for_the_step_with_its_gradients(is_lost, step_
         await directories[0].read_all()
         host, now = Leaving(7.0, step_after), asyncio.get_running_loop().time
         began = now()
-        assert await finish(directories[0], host, lambda: host.samples, Move(peers[0], 0, 1), 60.0) == lost
+        assert await finish(directories[0], host, host, Move(peers[0], 0, 1), 60.0) == lost
         assert now() - began == pytest.approx(seconds, abs=3.0)
         await directories[1].read_all()
         assert directories[1].peers_of(0)[peers[0]].is_leaving

@@ -114,7 +114,8 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
         (Door(5), [0, 4], [5, 6], [7]),
         (Door(5, closed=5), [4, 5], [6], [7]),
         (Door(5, max_staleness=1), [3], [4, 5, 6, 7], [8]),
-        (Door(5, closed=5, max_staleness=0), [4], [5, 6], [7]),
+        (Door(5, closed=4, max_staleness=0), [4], [5, 6], [7]),
+        (Door(5, closed=5, max_staleness=1), [4], [5, 6, 7], [8]),
     ],
 )
 def test_door(door: Door, late: list[int], accepted: list[int], behind: list[int]) -> None:

@@ -342,7 +342,7 @@ class Archiver:
             taken = {
                 stage: f"its state of epoch {contents[stage].epoch} is taken from an earlier archive"
                 if stage in contents
-                else "no archive has its state either"
+                else "no archive has its state either: if nothing of it is trained, make it with its own function"
                 for stage in lost
             }
             why = "; ".join(f"stage {stage}: {e}, and {taken[stage]}" for stage, e in lost.items())

@@ -603,7 +603,10 @@ def _is_known(name: str) -> bool:
 
 def told_of_stages(manifest: Manifest) -> str:
     """Which stages an archive lacks or has of another epoch than its own, in words; empty if all is well."""
-    lacking = [f"it lacks stage {stage}" for stage in manifest.missing]
+    lacking = [
+        f"it lacks stage {stage}: if nothing of it is trained, make it with its own function"
+        for stage in manifest.missing
+    ]
     older = [
         f"stage {stage} is of epoch {each.epoch}, archived {one_line(each.written)} UTC"
         for stage, each in sorted((manifest.stages or {}).items())

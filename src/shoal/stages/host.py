@@ -530,14 +530,15 @@ class StageHost:
     async def _make_steps(self) -> None:
         failed_at = -1
         while self._is_over():
-            if self.is_synchronous:
-                await self._finish_works(self.epoch)
+            # Otherwise they would count when they are too old.
+            await self._finish_works(self.epoch - (self._max_staleness or 0))
             before, lost_at = self.epoch, self._lost_at()
             over = max([self._closed, *(step for step, _ in self._claims.values())])
             is_anew = not before and not self._has_samples and not self._is_behind_mates()
             self._has_samples = False
             try:
-                if lost_at > before + 1:
+                # Without synchronous steps, the stages around may be further without any state being lost.
+                if lost_at > before + (1 if self._max_staleness is None else 2 + self._max_staleness):
                     await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
@@ -574,7 +575,8 @@ class StageHost:
         return min(self._closed + 1, median_low(around)) if around else 0
 
     async def _finish_works(self, step: int) -> None:
-        """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""
+        """Wait until no microbatch of a step, or of one before, is under way. With synchronous steps, their drivers are
+        done, so only orphans can be left; otherwise those that take too long are dropped, too."""
         now, began = self._now, self._now()
         while self.works.holds(step) and now() - began < self._patience.request_timeout:
             await wait_at_most(self.changes.next, began + self._patience.request_timeout - now())

@@ -40,7 +40,7 @@ from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
 from shoal.stages.hop import Hop, Patience
 from shoal.stages.host import StageHost, StageService
-from shoal.stages.moving import finish, next_move, take_place
+from shoal.stages.moving import finish, next_move, take_place, wait_for_first
 from shoal.stages.placement import Move
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from shoal.stages.work import Works
@@ -526,6 +526,8 @@ class _Network:
         if options.clip_grad_norm is not None and optimizer is not None:
             norms = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
             clip_by_global_norm(optimizer, options.clip_grad_norm, norms.gather)
+        if not compute.epoch:
+            await wait_for_first(self.directory, self.p2p.peer_id, number)
         await compute.join()
         host = StageHost(
             number,
@@ -553,7 +555,7 @@ class _Network:
         """Finish what there is of a stage that this peer is about to leave; returns the samples that are lost."""
         host, compute = self.service.hosts[move.source], self._computes[move.source]
         patience = self.options.patience.microbatch_timeout
-        return await finish(self.directory, host, lambda: compute.samples, move, patience)
+        return await finish(self.directory, host, compute, move, patience)
 
     async def leave(self, number: int) -> None:
         """Hold a stage no more. Callers that still wait are told."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
 
 from shoal.base.clock import get_dht_time
 from shoal.base.tasks import wait_at_most
 from shoal.p2p import PeerID
+from shoal.stages.compute import StageCompute
 from shoal.stages.directory import LIFETIME, StageDirectory, StageRecord, seconds_between_looks
 from shoal.stages.host import StageHost
 from shoal.stages.placement import SETTLING_SECONDS, Move, may_move, move_of, rates_of, stage_for_newcomer
@@ -48,6 +48,18 @@ async def take_place(directory: StageDirectory, me: PeerID) -> int:
         await asyncio.sleep(PAUSE_OF_NEWCOMER)
     assert declared is not None
     return declared
+
+
+async def wait_for_first(directory: StageDirectory, me: PeerID, stage: int) -> None:
+    """If nobody serves a stage yet, wait for the peer that joined it first: all others begin with its parameters."""
+    since, until = directory.peers_of(stage)[me].since, get_dht_time() + LIFETIME
+    while get_dht_time() < until:
+        await directory.read(stage)
+        others = {peer: record for peer, record in directory.peers_of(stage).items() if peer != me}
+        earlier = [peer for peer, record in others.items() if (record.since, peer) < (since, me) and record.is_joining]
+        if any(record.serves for record in others.values()) or not earlier:
+            return
+        await asyncio.sleep(PAUSE_OF_NEWCOMER)
 
 
 async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move | None:
@@ -96,17 +108,14 @@ async def next_move(directory: StageDirectory, me: PeerID, every: float, rng: ra
                 return move
 
 
-async def finish(
-    directory: StageDirectory, host: StageHost, samples: Callable[[], int], move: Move, patience: float
-) -> int:
+async def finish(directory: StageDirectory, host: StageHost, compute: StageCompute, move: Move, patience: float) -> int:
     """Finish what a peer has that is about to leave its stage: the microbatches under way, and then the step to which
     its gradients belong.
 
     No step can be made while a stage has no peer. So a peer that moves to such a stage does not wait for one.
 
     Args:
-        host: of the stage that it leaves.
-        samples: tells how many samples wait for the next step.
+        host, compute: of the stage that it leaves.
         patience: the seconds that a microbatch may take.
 
     Returns:
@@ -118,6 +127,9 @@ async def finish(
     await host.drain(0.0 if is_urgent else patience)
     epoch, now = host.epoch, asyncio.get_running_loop().time
     until = now() + (0.0 if is_urgent else STEP_SECONDS)
-    while samples() and host.epoch == epoch and now() < until:
+    await compute.flush()
+    while compute.samples and host.epoch == epoch and now() < until:
         await wait_at_most(host.changes.next, until - now())
-    return samples() if host.epoch == epoch else 0
+    if not is_urgent:
+        await compute.end_step()
+    return compute.samples

@@ -76,7 +76,8 @@ class Door(NamedTuple):
         if self.max_staleness is None:
             is_late, is_behind = step < self.epoch or step <= self.closed, step > self.epoch + 1
         else:
-            is_late, is_behind = step < self.epoch - self.max_staleness, step > self.epoch + self.max_staleness + 1
+            soon = self.epoch + (self.closed >= self.epoch)  # when it counts, the step may have been made
+            is_late, is_behind = step < soon - self.max_staleness, step > self.epoch + self.max_staleness + 1
         return Acceptance.LATE if is_late else Acceptance.BEHIND if is_behind else Acceptance.ACCEPTED
 
 
