@@ -13,8 +13,7 @@ driver, and it computes forward again on the way back. The libraries take turns.
 stages wait instead of computing, as for a device of their own, so that two cores suffice for five peers.
 
 *Memory*: the peak of a stage peer with AdamW, beyond that of a process that trains the same module with the same
-optimizer, microbatch by microbatch. Both give freed tensors back to the system (``MALLOC_MMAP_THRESHOLD_``): otherwise
-glibc keeps up to 200 MB of holes in a stage peer, whose threads allocate and free at different times.
+optimizer, microbatch by microbatch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -166,7 +164,6 @@ def measure_rebalancing(args: argparse.Namespace) -> Figures:
 
 
 def measure_memory(args: argparse.Namespace) -> Figures:
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))
     sizes = [Size(layers=args.layers)] * 2
     with crew_of("shoal", [0, 1], sizes, args, plain=1) as crew:
         plain = crew.ask("peak")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import mmap
+import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from shoal.compression import NoCompression
 from shoal.errors import MicrobatchError, ReactorError
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
-from shoal.stages.compute import StageCompute, StageTask, seeded
+from shoal.stages.compute import StageCompute, StageTask, give_memory_back, seeded
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from tests.device import chosen_device, on_cpu_only
 from tests.optim.conftest import wait_until
@@ -242,6 +245,22 @@ async def test_kept_graphs_stay_within_their_bound(make_dhts):
         assert stage.kept_bytes == 0
         with pytest.raises(MicrobatchError, match="microbatch 0 is not known here"):
             await stage.backward(microbatch(0), [None])
+
+
+def resident_bytes() -> int:
+    """The memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives freed memory back by itself")
+def test_holes_between_tensors_are_given_back():
+    """Those that are freed between others that stay: glibc would keep them."""
+    tensors = [torch.ones(2**14) for _ in range(2000)]
+    before, freed = resident_bytes(), sum(each.nbytes for each in tensors[::2])
+    del tensors[::2]
+    give_memory_back()
+    assert before - resident_bytes() > freed / 2
+    assert len(tensors) == 1000
 
 
 async def test_what_is_not_finite_does_not_count(make_dhts):

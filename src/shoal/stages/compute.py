@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import hashlib
 import math
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,6 +202,15 @@ def _gradients_of(inputs: Any) -> list[torch.Tensor | None]:
     return grads
 
 
+def give_memory_back() -> None:
+    """Let glibc give freed memory back to the system.
+
+    The threads of a stage peer allocate and free tensors at different times, which leaves holes of 100 MB and more.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 # --- the stage --------------------------------------------------------------------------------------------------------
 
 
@@ -240,10 +251,11 @@ class StageCompute:
             raise ValueError("inner_batch_size belongs to a stage that is trained by DiLoCo: give both or none")
         self.number, self.count, self.module, self.optimizer = number, count, module, optimizer
         self.keep_graphs, self._autocast, self._jobs = keep_graphs, autocast, jobs
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._parameters = [*module.parameters()]
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if (optimizer is None) != (not self._trained):
             raise ValueError("a stage has an optimizer if and only if it has parameters that require gradients")
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = [*self._parameters, *module.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
         rule = None if optimizer is None else optimizer.tracker.board.rule
         if rule is not None and not isinstance(rule, DeclaredEnd):
@@ -359,13 +371,15 @@ class StageCompute:
                 outputs = self._call(task, inputs, extras)
             kept.values = _some_values(tensors_of(outputs))
             return self._detached(outputs, may_need_grads=bool(self._trained) or any(t.requires_grad for t in tensors))
-        saved = _SavedTensors([*self.module.parameters(), *self.module.buffers(), *tensors])
-        with torch.enable_grad(), saved.measuring() if expected is None else contextlib.nullcontext():
+        saved = None if expected is not None else _SavedTensors([*self._parameters, *self.module.buffers(), *tensors])
+        with torch.enable_grad(), contextlib.nullcontext() if saved is None else saved.measuring():
             outputs = self._call(task, inputs, extras)
-        kept.values = _some_values(tensors_of(outputs))
-        expected = self._measured[shapes] = saved.nbytes if expected is None else int(expected)
-        if self.kept_bytes + expected <= self.keep_graphs:
-            kept.outputs, kept.graph_bytes = tensors_of(outputs), expected
+        nbytes = int(expected or 0) if saved is None else saved.nbytes
+        self._measured[shapes] = nbytes
+        if self.kept_bytes + nbytes <= self.keep_graphs:
+            kept.outputs, kept.graph_bytes = tensors_of(outputs), nbytes
+        else:
+            kept.values = _some_values(tensors_of(outputs))
         return self._detached(outputs)
 
     def _backward(
@@ -385,8 +399,11 @@ class StageCompute:
                         "of its own. Or the module has other random numbers: give the stage a larger keep_graphs"
                     )
                 self._go_back(task, outputs, output_grads)
+        is_full = any(each.outputs is None for each in [*self._kept.values()])
         kept.drop_graph()
         self._count(task)
+        if is_full and self.device.type == "cpu":
+            give_memory_back()
         return _gradients_of(kept.inputs)
 
     def _losses(
@@ -512,7 +529,7 @@ class StageCompute:
 
     def _parameters_now(self) -> object:
         """Equal as long as the parameters are the same. Changes by torch count versions of each tensor."""
-        return self._changes, [parameter._version for parameter in self.module.parameters()]
+        return self._changes, [parameter._version for parameter in self._parameters]
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
