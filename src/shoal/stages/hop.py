@@ -68,7 +68,7 @@ MOST_RESTS = 4
 # A microbatch that takes this many times as long as usual is given up. The weight of the newest one in what is usual.
 # Both are chosen.
 SLOW, ALPHA = 4.0, 0.1
-# Calls to one peer at a time. Chosen: each takes a connection, and some of MAX_DIALLED_PER_PEER are left for other calls.
+# Calls to one peer at a time. Chosen: each takes a connection, and other calls need some of MAX_DIALLED_PER_PEER, too.
 MOST_CALLS = 20
 # Heartbeats within the time after which a silent peer is given up.
 PULSES = 4
