@@ -332,11 +332,42 @@ def test_full_peers_hold_senders_back() -> None:
     async def main() -> None:
         chain = Chain(STAGES, target=10**6)
         for stage in range(STAGES):
-            await chain.add(stage, places=2)
+            await chain.add(stage)
         driver = await chain.add_driver(in_flight=12)
         assert None not in await chain.drive(driver, range(1, 25))
         chain.check_counts(24)
         assert chain.passes == 24 * PASSES
+
+    run(main())
+
+
+def test_more_microbatches_than_connections_are_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = await grid(chain, 1)
+        last = computes[-1][0]
+        last.seconds = dict.fromkeys(last.seconds, 0.5)
+        driver = await chain.add_driver(in_flight=64)
+        assert None not in await chain.drive(driver, range(1, 65))
+        assert chain.passes == 64 * PASSES
+
+    caplog.set_level(logging.DEBUG, "shoal.stages")
+    run(main())
+    assert "has failed" not in caplog.text  # such as because there was no connection in time
+
+
+def test_fast_peers_are_waited_for_rather_than_slow_ones() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = await grid(chain, 2)
+        slow = computes[1][0]
+        slow.seconds = dict.fromkeys(slow.seconds, 10.0)
+        driver = await chain.add_driver(in_flight=8)
+        await chain.drive(driver, range(1, 9))  # all peers are known then
+        taken, began = slow.passes.total(), now()
+        assert None not in await chain.drive(driver, range(9, 33))
+        assert slow.passes.total() == taken
+        assert now() - began < 10.0
 
     run(main())
 

@@ -67,8 +67,8 @@ T = TypeVar("T")
 
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
-# A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
-SECONDS_OF_WORK = 0.5
+# A peer accepts what it does in this many seconds (chosen: tensors arrive in time).
+SECONDS_OF_WORK = 2.0
 # The pause before a step that failed is tried again, and before another look at what confirms a claim, in seconds
 # (chosen).
 STEP_PAUSE = 1.0
@@ -412,10 +412,14 @@ class StageHost:
             losses, grads = await self._measured(both, is_last=task.trains)
             self._has_samples |= task.trains
             return Result(losses, grads)
-        passage = await stack.enter_async_context(
-            self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
-        )
+        ahead = self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
+        # If others are computed before it, a place ahead would be empty for too long.
+        is_next = not self._pace.waiting
+        if is_next:
+            passage = await stack.enter_async_context(ahead)
         outputs = await self._measured(self.compute.forward(task, inputs, own), is_last=False)
+        if not is_next:
+            passage = await stack.enter_async_context(ahead)
         works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
         way.tell(is_on=True)
         del inputs
@@ -436,8 +440,14 @@ class StageHost:
             self._bound_waiting()
 
     def _bound_waiting(self) -> None:
-        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow."""
-        self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
+        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow.
+
+        While one is computed, the next one is there; but not at peers that are slower than most of their stage: at the
+        end of a step, all would wait for them.
+        """
+        rate, others = self._pace.rate, self._peers.peers_of(self.stage).values()
+        is_slow = rate < median_low([each.rate for each in others] or [rate])
+        self.works.most_waiting = max(1 if is_slow else 2, 1 + int(rate * SECONDS_OF_WORK))
 
     async def _pass_door(self, way: RunningWork) -> None:
         """Wait until the step of a microbatch has begun here.

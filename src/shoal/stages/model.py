@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most microbatches at a stage peer, and of a driver by default. Chosen: each one takes a connection to the peer of
-# the next stage, of which there are MAX_DIALLED_PER_PEER.
-PLACES = MOST_IN_FLIGHT = 20
 # Seconds between two looks at what to declare of the own stages (chosen).
 DECLARE_SECONDS = 2.0
 # Seconds that a stage waits for the norms of others when it clips (chosen: as long as averaging may take).
@@ -201,7 +198,7 @@ class StagedModel(Facade):
             inner_batch_size=inner_batch_size,
             optimizer_opts=optimizer_opts or {},
             patience=Patience(request_timeout, microbatch_timeout),
-            in_flight=in_flight or min(2 * count + 2, MOST_IN_FLIGHT),
+            in_flight=in_flight or 2 * count + 2,
             seed=random.getrandbits(48) if seed is None else seed,
         )
         wanted = _wanted_stages(stage, count)
@@ -534,7 +531,7 @@ class _Network:
             self.p2p.peer_id,
             self.directory,
             compute,
-            Works(PLACES, options.keep_outputs, options.patience.microbatch_timeout),
+            Works(options.keep_outputs, options.patience.microbatch_timeout),
             None if number + 1 == self.count else self._hop_to(number + 1),
             options.patience,
             norms=norms,
