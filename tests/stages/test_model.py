@@ -358,7 +358,7 @@ class Mean(Last):
 
 def test_a_loop_ends_if_nothing_comes_through(make_dhts, make_peer, caplog):
     (dht,) = make_dhts(1)
-    model = make_peer(dht, [0, 1], [WIDE[0], functools.partial(Mean, WIDTH)])
+    model = make_peer(dht, [0, 1], [WIDE[0], functools.partial(Mean, WIDTH)], target_batch_size=10**6)
     why = r"10 times in a row: the microbatch was dropped: .*one loss for each of the 6 samples.*all other dimensions"
     with pytest.raises(MicrobatchError, match=why):
         list(model.train(data(50)))
