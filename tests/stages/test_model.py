@@ -323,6 +323,7 @@ def assert_equal(peers: list[shoal.StagedModel], stage: int) -> None:
         ({"rebalance_every": 0.0}, "rebalance_every must be seconds or None"),
         ({"backup": 2}, "backup 0 or 1: got 300.0, 2"),
         ({"backup_every": 0}, "at least 1: got 0"),
+        ({"optimizer": "adam"}, r"such as partial\(torch.optim.AdamW, lr=3e-4\), got 'adam'"),
         ({"clip_grad_norm": 1.0, "inner_batch_size": 4}, "leave one out"),
         ({"optimizer_opts": {"auxiliary": True}}, "auxiliary cannot be given for a stage"),
         ({"optimiser": SGD}, "has no argument 'optimiser': did you mean optimizer"),

@@ -20,7 +20,7 @@ import torch
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door
-from shoal.base.logs import words_of
+from shoal.base.logs import quoted, words_of
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
@@ -174,6 +174,11 @@ class StagedModel(Facade):
         count = len(self.stages)
         if not count or not all(callable(each) and not isinstance(each, torch.nn.Module) for each in self.stages):
             raise TypeError("stages must be a list of functions that make a module each, such as [make_a, make_b]")
+        if not callable(optimizer):
+            raise TypeError(
+                "optimizer must be a function that makes one from parameters, such as partial(torch.optim.AdamW, "
+                f"lr=3e-4), got {quoted(optimizer)}"
+            )
         if not 0 < request_timeout < microbatch_timeout:
             raise ValueError(
                 f"request_timeout must be shorter than microbatch_timeout, got {request_timeout}, {microbatch_timeout}"
