@@ -193,6 +193,10 @@ def _differ(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
     return not all(bool((a - b).abs().max() <= ROUNDING * a.abs().max()) for a, b in pairs if len(a))
 
 
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
 def _gradients_of(inputs: Any) -> list[torch.Tensor | None]:
     """The gradients of inputs, which need no second copy beside them."""
     leaves = tensors_of(inputs)
@@ -445,7 +449,7 @@ class StageCompute:
         for number, (output, grad) in enumerate(zip(outputs, output_grads, strict=True)):
             if grad is None or not output.requires_grad:
                 continue
-            if grad.shape != output.shape or not grad.is_floating_point():
+            if grad.shape != output.shape or _kind(grad) != _kind(output):
                 raise MicrobatchError(
                     f"the gradient of output {number} of stage {self.number} is {grad.dtype} of shape "
                     f"{tuple(grad.shape)}, expected {tuple(output.shape)}"
@@ -471,6 +475,9 @@ class StageCompute:
                 raise MicrobatchNotFiniteError(
                     f"gradients of microbatch {task.sequence} are not finite in stage {self.number}"
                 )
+            if all(parameter.grad is None for parameter in self._trained):
+                # The loss of this one does not depend on them. Its samples count in the mean, as in all other stages.
+                self._trained[0].grad = torch.zeros_like(self._trained[0])
             if self._inner is not None:
                 self._inner.add(samples)
                 samples = self._inner.samples
@@ -480,7 +487,7 @@ class StageCompute:
             if not self._take(optimizer, samples):
                 raise MicrobatchError(
                     f"stage {self.number} cannot count microbatch {task.sequence} here: this peer is behind the others "
-                    "of its stage, or no parameter has a gradient"
+                    "of its stage"
                 )
         finally:
             self._forget_gradients()
@@ -524,7 +531,10 @@ class StageCompute:
     def _detached(self, outputs: Any, *, may_need_grads: bool = False) -> Any:
         """Outputs without their graph. If they have none, it is not known which of them need gradients."""
         form, tensors = form_of(outputs)
-        needs = [each.requires_grad or (may_need_grads and each.is_floating_point()) for each in tensors]
+        needs = [
+            each.requires_grad or (may_need_grads and (each.is_floating_point() or each.is_complex()))
+            for each in tensors
+        ]
         return with_form(form, [each.detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)])
 
     def _parameters_now(self) -> object:
