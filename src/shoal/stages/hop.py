@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -101,7 +101,7 @@ class Admission(StageReply, tag=1):
 
     code: Acceptance
     epoch: Count
-    """The step whose parameters the callee has."""
+    """The first step that is not over at the callee."""
 
 
 class News(StageReply, tag=2):
@@ -522,7 +522,8 @@ class Passage:
                     if not isinstance(admission, Admission):
                         raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
                     if admission.code not in (Acceptance.ACCEPTED, Acceptance.KNOWN):
-                        await call.send_end()
+                        with suppress(StreamClosedError):  # the callee has no more to say, and may have left the call
+                            await call.send_end()
                         self._turn_away(admission)
                 self._is_admitted, self._alone_since = True, 0.0
                 hop.rests.succeed(peer)

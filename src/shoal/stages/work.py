@@ -142,7 +142,9 @@ class Works:
                 waiting += 1
             elif work.phase in (Phase.WAITING, Phase.BACKWARD) or (work.phase is Phase.DONE and work.callers):
                 further += 1
-        has_memory = not self._works or self.nbytes + self._largest <= self.max_bytes
+        # Results that nobody fetches, because a driver is dead, do not keep all others out.
+        is_idle = all(work.phase in (Phase.DONE, Phase.FAILED) for work in self._works.values())
+        has_memory = is_idle or self.nbytes + self._largest <= self.max_bytes
         return max(0, min(self.places - further, self.most_waiting) - waiting) if has_memory else 0
 
     def holds(self, step: int) -> bool:
