@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.base.reactor import in_thread
+from shoal.errors import ReactorError
 from shoal.stages.compute import seeded
 from tests.device import chosen_device
 from tests.optim.conftest import in_parallel, over_sockets, wait_until
@@ -165,6 +167,44 @@ def test_gradients_reach_what_comes_before_the_stages(make_dhts, make_peer):
         assert not model(first(inputs), labels, {1: {"scale": scale}}).requires_grad
 
 
+def test_shutdown_ends_what_others_wait_for(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, None, WIDE)
+    words, labels = data(1)[0]
+    uses = (lambda: model(words, labels), lambda: list(model.train(data(9))), lambda: list(model.evaluate(data(9))))
+    waiting = [in_thread(use) for use in uses]
+    wait_until(lambda: model._driver is not None and len(model._portal._pending) >= 3, "all wait for a peer")
+    model.shutdown()
+    for each in waiting:
+        with pytest.raises(ReactorError, match=r"(was|is) shut down"):
+            each.result(10)
+
+
+def test_nothing_is_started_after_shutdown(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, 0, WIDE)
+    model.shutdown()
+    with pytest.raises(ReactorError, match="is shut down"):
+        model.train([])
+    assert model._tracker is None
+
+
+def test_shutdown_waits_for_no_step(make_dhts, make_peer):
+    dhts = make_dhts(3)
+    options = {"optimizer_opts": {"matchmaking_time": 2.0, "averaging_timeout": 50.0}, "target_batch_size": 10**6}
+    first, second, driver = (
+        make_peer(dht, stage, WIDE[-1:], **options) for dht, stage in zip(dhts, [0, 0, None], strict=True)
+    )
+    list(driver.train([(torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)) for _ in range(16)]))
+    frozen = second._network.service.hosts[0]
+    frozen._is_over = lambda: False  # it takes part in no step
+    host = first._network.service.hosts[0]
+    first._portal.reactor.loop.call_soon_threadsafe(host.close_step, 0, dhts[2].peer_id)
+    wait_until(lambda: host._stepping is not None, "it makes a step")
+    closing = in_thread(first.shutdown)
+    closing.result(15)
+
+
 def test_newcomers_take_the_stages_that_nobody_holds(make_dhts, make_peer):
     dhts = make_dhts(3)
     peers = in_parallel(*(functools.partial(make_peer, dht, "auto", WIDE) for dht in dhts))
@@ -220,6 +260,14 @@ def test_impossible_options_are_refused(make_dhts, make_peer, options, why):
         make_peer(dht, options.pop("stage"), options.pop("stages"), **options)
 
 
+@pytest.mark.parametrize("stage", [1, "auto"])
+def test_a_peer_that_others_cannot_call_holds_no_stage(make_dhts, make_peer, stage):
+    _, dht = make_dhts(2, clients=1)
+    with pytest.raises(ValueError, match="leave out client_mode, or stage=None"):
+        make_peer(dht, stage, WIDE)
+    assert make_peer(dht, None, WIDE).held == []
+
+
 def test_impossible_microbatches_are_refused(make_dhts, make_peer):
     (dht,) = make_dhts(1)
     model = make_peer(dht, None, WIDE)
@@ -229,5 +277,8 @@ def test_impossible_microbatches_are_refused(make_dhts, make_peer):
     ):
         with pytest.raises((TypeError, ValueError), match=why):
             list(model.train([microbatch]))
+    words, labels = data(1)[0]
+    with pytest.raises(ValueError, match=r"by number of the stage, from 0 to 2: got \{3\}"):
+        model(words, labels, {3: {"mask": words}})
     with pytest.raises(ValueError, match="this peer holds no stage"):
         model.serve()

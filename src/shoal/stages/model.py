@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -203,6 +202,8 @@ class StagedModel(Facade):
             seed=random.getrandbits(48) if seed is None else seed,
         )
         wanted = _wanted_stages(stage, count)
+        if dht.client_mode and wanted != []:
+            raise ValueError("a peer that others cannot call cannot hold a stage: leave out client_mode, or stage=None")
         if len(wanted or ()) and clip_grad_norm is not None and inner_batch_size is not None:
             raise ValueError("clip_grad_norm needs the gradients of a step, which DiLoCo does not have: leave one out")
         self.be_the_only(f"a StagedModel with run_id {run_id!r}", dht)
@@ -218,7 +219,7 @@ class StagedModel(Facade):
         self._network = self._portal.call(_Network.start(self))
         self._portal.on_close(self._network.stop)
         try:
-            if backup and not dht.client_mode and wanted != []:
+            if backup and wanted != []:
                 backups = StageBackups(
                     dht, run_id, self._network.directory, backup_every=backup_every, folder=backup_folder
                 )
@@ -384,7 +385,7 @@ class StagedModel(Facade):
         form = _parsed((inputs, labels, extras))
 
         def send() -> Brought:
-            brought = self._submit(*form, trains=trains).result()
+            brought = _result_of(self._submit(*form, trains=trains))
             if brought is None:
                 raise RuntimeError("the microbatch was dropped, see the warning")
             return brought
@@ -402,27 +403,26 @@ class StagedModel(Facade):
             waiting.append(self._submit(*_parsed(each), trains=trains))
             # One that takes long holds up the losses of those after it, but not them.
             while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
-                yield from self._losses_of(waiting.popleft())
+                if (brought := _result_of(waiting.popleft())) is not None:
+                    yield brought.losses
         while waiting:
-            yield from self._losses_of(waiting.popleft())
-
-    def _losses_of(self, future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
-        try:
-            brought = future.result()
-        except concurrent.futures.CancelledError:
-            raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
-        if brought is not None:
-            yield brought.losses
+            if (brought := _result_of(waiting.popleft())) is not None:
+                yield brought.losses
 
     def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
         assert self._driver is not None
+        if unknown := (extras or {}).keys() - range(len(self.stages)):
+            raise ValueError(f"extras are by number of the stage, from 0 to {len(self.stages) - 1}: got {unknown}")
         return self._portal.submit(self._driver.carry(inputs, labels, extras, trains=trains))
 
     def _begin_to_drive(self) -> None:
         with self._lock:
+            self._portal.check_open()
             if self._driver is None:
-                tracker = ProgressTracker(self.dht, self.run_id, self.options.target_batch_size, start=True)
-                self._tracker = tracker
+                if self._tracker is None:  # otherwise this was interrupted the last time
+                    target = self.options.target_batch_size
+                    self._tracker = ProgressTracker(self.dht, self.run_id, target, start=True)
+                tracker = self._tracker
                 tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
                 self._driver = self._portal.call(self._network.drive(tracker))
                 tracker.announce()
@@ -485,8 +485,9 @@ class _Network:
             self._drivers.close()
         await self.directory.stop()
         await self.service.close(self.options.patience.request_timeout)
-        for compute in [*self._computes.values()]:
-            await compute.close()
+        # At the same time: a step that is being made ends only with its optimizer.
+        hosts, computes = [*self.service.hosts.values()], [*self._computes.values()]
+        await asyncio.gather(*(each.close() for each in (*hosts, *computes)))
 
     def _hop_to(self, stage: int) -> Hop:
         codec = EXACT if stage == 0 else self.options.compression[stage - 1]
@@ -557,11 +558,8 @@ class _Network:
         """Hold a stage no more. Callers that still wait are told."""
         host, compute = self.service.hosts.pop(number, None), self._computes.get(number)
         await self.directory.withdraw(number)
-        if host is not None:
-            await host.close()
-        if compute is not None:
-            await compute.close()
-            del self._computes[number]
+        await asyncio.gather(*(each.close() for each in (host, compute) if each is not None))
+        self._computes.pop(number, None)
         self._watch()
 
     def _watch(self) -> None:
@@ -602,13 +600,22 @@ class _Network:
         )
 
 
+def _result_of(future: AwaitableFuture[Brought | None]) -> Brought | None:
+    try:
+        return future.result()
+    except CancelledError:
+        raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+
+
 class _Through(torch.autograd.Function):
     """All stages, as autograd sees them."""
 
     @staticmethod
     def forward(ctx: Any, send: Callable[[], Brought], needed: Sequence[bool], *leaves: torch.Tensor) -> torch.Tensor:
         brought = send()
-        ctx.grads = [grad for grad, is_needed in zip(brought.grads, needed, strict=False) if is_needed]
+        grads = [grad for grad, is_needed in zip(brought.grads, needed, strict=False) if is_needed]
+        devices = [each.device for each in leaves[1:]]  # the first one is the anchor
+        ctx.grads = [g if g is None else g.to(device) for g, device in zip(grads, devices, strict=False)]
         return brought.losses
 
     @staticmethod
