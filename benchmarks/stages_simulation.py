@@ -37,7 +37,7 @@ from shoal.stages.directory import StageDirectory
 from shoal.stages.driver import Driver, Steps
 from shoal.stages.hop import Hop, Patience
 from shoal.stages.host import StageHost, StageService
-from shoal.stages.model import DECLARE_SECONDS, PLACES
+from shoal.stages.model import DECLARE_SECONDS
 from shoal.stages.work import Works
 from shoal.testing import Host, Link, SharedTable, Trace, run
 from tests.stages.chains import Chain, FakeCompute
@@ -65,8 +65,8 @@ class Scenario:
     peers: int = 16
     """Of a stage."""
     drivers: int = 4
-    in_flight: int = 48
-    """Of each driver."""
+    in_flight: int = 64
+    """Of each driver: two for each stage peer, by all drivers together."""
     spread: float = 30.0
     """Between the slowest and the fastest device, and between the slowest and the fastest line."""
     session: float = 1200.0
@@ -276,7 +276,7 @@ class Swarm(Chain):
         if stage + 1 < self.stages:
             shared = directory, Measurements(), service.open_call, PATIENCE, p2p.metrics, machine.rng
             hop = Hop(stage + 1, self.stages, *shared)
-        works = Works(PLACES, 2**30, PATIENCE.microbatch_timeout)
+        works = Works(2**30, PATIENCE.microbatch_timeout)
         host = StageHost(stage, p2p.peer_id, directory, peer, works, hop, PATIENCE, max_staleness=self.max_staleness)
         service.hosts[stage] = host
 

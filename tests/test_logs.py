@@ -25,6 +25,7 @@ from shoal.base.logs import (
     note_name,
     one_line,
     quoted,
+    size,
     use_hivemind_log_handler,
     with_names,
     words_of,
@@ -280,6 +281,12 @@ def test_changing_ones_mind_leaves_everything_as_it_was() -> None:
 
 def test_numbers_of_things() -> None:
     assert [counted(number, "peer") for number in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
+
+
+def test_sizes() -> None:
+    assert [size(count) for count in (0, 999, 999.6, 1500, 2.5e6, 3e9, 4e12)] == [
+        *("0 B", "999 B", "1 kB", "1.5 kB", "2.5 MB", "3 GB", "4 TB"),
+    ]
 
 
 def test_quoted_values_are_short_whatever_strangers_send():

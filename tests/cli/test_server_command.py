@@ -51,7 +51,7 @@ def test_options_come_from_the_line_then_the_file_then_the_defaults(
         ([], "a: [", "is no YAML"),
         (["--num_experts=1", "--optimizer=adagrad"], "", "--optimizer must be one of adam, sgd, none, got 'adagrad'"),
         (["--num_experts=1", "--compression=half"], "", "--compression must be one of NONE, "),
-        (["--num_experts=1", "--expert_uids", "e.0"], "", "either --num-experts or --expert-uids"),
+        (["--num_experts=1", "--expert_uids", "e.0"], "", "give either expert_uids, or num_experts"),
         (["--num_experts=1", "--optimizer=none", "--clip_grad_norm=1"], "", "without an optimizer, leave out"),
         (["--num_experts=1", "--clip_grad_norm=nan"], "", "clip_grad_norm must be a positive number, got nan"),
         (["--num_experts=1", "--expert_cls=fnn"], "", "no expert class 'fnn'"),

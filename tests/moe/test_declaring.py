@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from shoal.moe.declare import declare_experts, get_experts, withdraw_experts
+from shoal.moe.declare import declare_experts, get_experts, withdraw
 from shoal.moe.uids import is_valid_prefix, is_valid_uid, split_uid
 from tests.moe.swarms import soon, swarm
 
@@ -57,7 +58,7 @@ def test_only_own_records_are_withdrawn() -> None:
         until = soon()
         declare_experts(first, ["e.1.2", "e.1.3", "f.1"], until)
         declare_experts(second, ["e.1.3"], until + 1)
-        withdrawn = withdraw_experts(first, ["e.1.2", "e.1.3", "f.1"], until).result()
+        withdrawn = first.run_coroutine(partial(withdraw, uids=["e.1.2", "e.1.3", "f.1"], until=until))
         assert withdrawn == dict.fromkeys(["e.1.2", ("e.1.", 2), "f.1", ("f.1.", -1)], True)
         assert second.get("e.1.2", latest=True).value is None  # type: ignore[union-attr]
         assert second.get("e.1.3", latest=True).value == second.peer_id.to_base58()  # type: ignore[union-attr]

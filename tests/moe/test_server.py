@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import threading
 import time
@@ -25,9 +26,10 @@ from shoal.access.tokens import Token
 from shoal.base.extras import nested_flatten
 from shoal.compression.serialization import BatchTensorDescriptor
 from shoal.errors import NotAMemberError, P2PDaemonError, StreamClosedError
+from shoal.moe import layers
 from shoal.moe.backend import ModuleBackend
 from shoal.moe.background import background_server
-from shoal.moe.declare import declare_experts, get_experts
+from shoal.moe.declare import declare, declare_experts, get_experts
 from shoal.moe.expert import RemoteExpert
 from shoal.moe.expert_server import Server, _generate_uids
 from shoal.moe.handler import ConnectionHandler, ExpertLimits, ExpertRequest, ExpertService
@@ -303,12 +305,12 @@ def test_experts_are_declared_and_withdrawn() -> None:
 def test_declaring_continues_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     errors = iter([OSError("no network")])
 
-    def declare(*args: Any, **kwargs: Any) -> Any:
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
         for error in errors:
             raise error
-        return declare_experts(*args, **kwargs)
+        return declare(*args, **kwargs)
 
-    monkeypatch.setattr("shoal.moe.dht_handler.declare_experts", declare)
+    monkeypatch.setattr("shoal.moe.dht_handler.declare", fail_once)
     with served({"e.0": backend_of(Gate())}, update_period=0.05, expiration=30) as (_, caller):
         wait_for(lambda: get_experts(caller, ["e.0"]) != [None])
     assert "could not declare 1 experts, trying again in 0.05 s: no network" in caplog.text
@@ -456,6 +458,36 @@ def test_background_server_that_cannot_start() -> None:
         pytest.raises(RuntimeError, match="AssertionError: no expert class 'nope'"),
         background_server(expert_uids=["e.0"], expert_cls="nope"),
     ):
+        pass
+
+
+@pytest.mark.slow
+def test_background_server_knows_the_classes_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports the module that has registered the class; the program itself it cannot run again."""
+    monkeypatch.setattr(layers, "name_to_block", {**layers.name_to_block})
+    monkeypatch.setattr(layers, "name_to_input", {**layers.name_to_input})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "module_of_doubles.py").write_text(
+        """
+import torch
+import shoal
+
+@shoal.register_expert_class("double", lambda rows, width: torch.empty(rows, width))
+class Double(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x):
+        return self.factor * x
+"""
+    )
+    importlib.import_module("module_of_doubles")
+    kwargs = {"expert_uids": ["e.0"], "expert_cls": "double", "hidden_dim": 4}
+    with background_server(**kwargs) as peer, DHT(peer.addrs, start=True) as dht:
+        assert RemoteExpert(ExpertInfo("e.0", peer.peer_id), dht.p2p)(torch.ones(1, 4)).tolist() == [[2.0] * 4]
+    layers.name_to_block["double"].__module__ = "__main__"
+    with pytest.raises(ValueError, match="'double' is defined in the program"), background_server(**kwargs):
         pass
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from shoal.monitor.run import RunView
-from shoal.monitor.terminal import Lines, headline, render, size, span
+from shoal.monitor.terminal import Lines, headline, render, span
 from tests.monitor.made_up import MadeUpRun
 
 
@@ -124,15 +124,4 @@ def test_lines_for_logs(capsys):
 def test_times_in_words():
     assert [span(seconds) for seconds in (0, 59.4, 99, 130, 5000, 7250, 86_400 * 3 + 3600 * 5)] == [
         *("0 s", "59 s", "99 s", "2 min", "83 min", "2 h 1 min", "3 d 5 h"),
-    ]
-
-
-def test_sizes():
-    assert [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12)] == [
-        "0 B",
-        "999 B",
-        "1.5 kB",
-        "2.5 MB",
-        "3 GB",
-        "4 TB",
     ]

@@ -204,7 +204,7 @@ class Chain:
         rng = random.Random(len(self.p2ps))
         return Hop(stage, self.stages, self, Measurements(), service.open_call, PATIENCE, p2p.metrics, rng)
 
-    async def add(self, *stages: int, places: int = 16, epoch: int = 0) -> list[FakeCompute]:
+    async def add(self, *stages: int, epoch: int = 0) -> list[FakeCompute]:
         """One more machine, with these stages."""
         machine, p2p, service = await self.start()
         made = []
@@ -212,7 +212,7 @@ class Chain:
             compute = FakeCompute(self, stage)
             compute.epoch = epoch
             next_hop = None if stage + 1 == self.stages else self._hop(stage + 1, p2p, service)
-            works = Works(places, 2**30, PATIENCE.microbatch_timeout)
+            works = Works(2**30, PATIENCE.microbatch_timeout)
             host = StageHost(
                 stage, p2p.peer_id, self, compute, works, next_hop, PATIENCE, max_staleness=self.max_staleness
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections import Counter
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.p2p import Call, P2PContext
 from shoal.stages.directory import LIFETIME
-from shoal.stages.hop import FailureCause, Request, StageFailure, StageOutcome
+from shoal.stages.hop import Admission, FailureCause, Request, StageFailure, StageOutcome, StageReply
+from shoal.stages.host import call_itself
 from shoal.stages.work import Acceptance
 from shoal.testing import Link, run
 from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain, FakeCompute
@@ -112,6 +115,37 @@ def test_stale_microbatches_are_dropped_only_if_too_old() -> None:
         staleness = {epoch - task.step for _, _, compute in chain.hosts for task, epoch in compute.counted}
         assert 0 in staleness
         assert now() - began < 1.3 * 40 * 2 * PASS_SECONDS  # nobody waits for steps
+
+    run(main())
+
+
+@pytest.mark.parametrize("step_seconds", [0.3, 2.5])
+def test_no_microbatch_is_older_than_max_staleness_when_it_counts(step_seconds: float) -> None:
+    """Even if its stage has stepped since it came in. Slow steps let a stage fall behind, and lose nothing."""
+
+    async def main() -> None:
+        chain = Chain(STAGES, target=2, max_staleness=1)
+        computes = [each for _ in range(3) for each in await chain.add(0)]
+        computes += [each for stage in (1, 2) for each in await chain.add(stage)]
+        went: list[int] = []
+
+        async def make_step(compute: FakeCompute) -> int:
+            await asyncio.sleep(step_seconds if compute.stage == 1 else 0.1)
+            compute.epoch += 1
+            return compute.epoch
+
+        async def go_to(compute: FakeCompute, step: int) -> None:
+            went.append(step)
+            compute.epoch = step
+
+        for compute in computes:
+            compute.make_step = functools.partial(make_step, compute)  # type: ignore[method-assign]
+            compute.go_to = functools.partial(go_to, compute)  # type: ignore[method-assign]
+        driver = await chain.add_driver(in_flight=12)
+        assert None not in await chain.drive(driver, range(1, 61))
+        staleness = {epoch - task.step for _, _, compute in chain.hosts for task, epoch in compute.counted}
+        assert max(staleness) == 1
+        assert not went
 
     run(main())
 
@@ -298,11 +332,42 @@ def test_full_peers_hold_senders_back() -> None:
     async def main() -> None:
         chain = Chain(STAGES, target=10**6)
         for stage in range(STAGES):
-            await chain.add(stage, places=2)
+            await chain.add(stage)
         driver = await chain.add_driver(in_flight=12)
         assert None not in await chain.drive(driver, range(1, 25))
         chain.check_counts(24)
         assert chain.passes == 24 * PASSES
+
+    run(main())
+
+
+def test_more_microbatches_than_connections_are_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = await grid(chain, 1)
+        last = computes[-1][0]
+        last.seconds = dict.fromkeys(last.seconds, 0.5)
+        driver = await chain.add_driver(in_flight=64)
+        assert None not in await chain.drive(driver, range(1, 65))
+        assert chain.passes == 64 * PASSES
+
+    caplog.set_level(logging.DEBUG, "shoal.stages")
+    run(main())
+    assert "has failed" not in caplog.text  # such as because there was no connection in time
+
+
+def test_fast_peers_are_waited_for_rather_than_slow_ones() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        computes = await grid(chain, 2)
+        slow = computes[1][0]
+        slow.seconds = dict.fromkeys(slow.seconds, 10.0)
+        driver = await chain.add_driver(in_flight=8)
+        await chain.drive(driver, range(1, 9))  # all peers are known then
+        taken, began = slow.passes.total(), now()
+        assert None not in await chain.drive(driver, range(9, 33))
+        assert slow.passes.total() == taken
+        assert now() - began < 10.0
 
     run(main())
 
@@ -400,18 +465,6 @@ def test_a_peer_may_hold_several_stages_and_drive() -> None:
     run(main())
 
 
-def test_a_full_peer_that_drives_as_well_loses_no_time() -> None:
-    async def main() -> None:
-        chain = Chain(STAGES, target=8)
-        await chain.add(0, 1, 2, places=1)
-        driver = await chain.add_driver(8, on=chain.hosts[0][0])
-        began = now()
-        assert None not in await chain.drive(driver, range(1, 25))
-        assert now() - began < 24 * 2 * PASSES * PASS_SECONDS, "it is busy, which is no failure"
-
-    run(main())
-
-
 def test_microbatches_that_come_while_their_step_is_made_go_to_the_next_one() -> None:
     async def main() -> None:
         chain = Chain(STAGES, target=10**6)
@@ -461,6 +514,24 @@ def test_nothing_is_kept_of_a_failure_that_is_asked_for_too_late() -> None:
         host._closed = 0
         assert host._admit(request, peer) == (Acceptance.LATE, None)
         assert not host._ways
+
+    run(main())
+
+
+def test_a_peer_that_calls_itself_can_end_a_call_that_was_answered() -> None:
+    """Otherwise the answer that it is busy would be taken for a broken connection."""
+
+    async def main() -> None:
+        chain = Chain(STAGES)
+        await chain.add(0)
+
+        async def refuse(call: Call, context: P2PContext) -> None:
+            await call.send(Admission(code=Acceptance.BUSY, epoch=0), end=True)
+
+        async with call_itself(chain.p2ps[0], refuse) as call:
+            assert await call.receive(StageReply) == Admission(code=Acceptance.BUSY, epoch=0)
+            await asyncio.sleep(1)
+            await call.send_end()
 
     run(main())
 

@@ -56,14 +56,20 @@ def choices(candidates, seen=None, **how):
         ({A: record(1), B: record(2, queue=3)}, {A}),
         ({A: record(1), B: record(2, time=NOW - RENEWAL_SECONDS, queue=3)}, {B}),  # that queue is gone
         ({A: record(1), B: record(2, is_leaving=True), C: record(2, is_joining=True)}, {A}),
-        ({A: record(1), B: record(2, room=0)}, {A}),
-        ({A: record(1, room=0), B: record(2, room=0)}, {B}),  # perhaps there is room by now
         ({A: record(4), B: record(2), C: record(0)}, {A}),
         ({A: record(0)}, {A}),  # it tells no speed, and is as fast as others
     ],
 )
 def test_the_peer_that_is_expected_to_be_done_first_is_chosen(candidates, chosen):
     assert choices(candidates) == chosen
+
+
+def test_slow_peers_get_what_has_waited_for_as_long_as_fast_ones_would_save():
+    candidates = {A: record(1), B: record(10)}
+    assert choices(candidates, busy={B}) == choices(candidates, busy={B}, waited=0.8) == {None}
+    assert choices(candidates, busy={B}, waited=1.0) == {A}
+    assert choices(candidates, busy={A, B}, waited=1.0) == {None}
+    assert choices({A: record(9.5), B: record(10)}, busy={B}) == {A}
 
 
 def test_measurements_correct_what_records_claim():

@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.compression import NoCompression
 from shoal.errors import MicrobatchError, ReactorError
+from shoal.optim import DiLoCo
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
 from shoal.stages.compute import StageCompute, StageTask, give_memory_back, seeded
@@ -392,9 +393,12 @@ async def test_asynchronous_stage_computes_while_it_averages(make_dhts):
             await push(first, 4 * step)
             assert await first.make_step() == step + 1
             # The other one is not there yet. What comes now is of the next step.
+            ending = asyncio.ensure_future(first.end_step())
             await push(first, 4 * step + 1)
             await push(second, 4 * step + 2)
+            assert not ending.done()
             assert await second.make_step() == step + 1
+            await ending
             for stage in peers.stages:
                 await asyncio.to_thread(stage.optimizer.state_averager.wait_for_jobs, 60)
                 weights = stage.optimizer.grad_averager.last_round.weights
@@ -433,21 +437,71 @@ async def test_stage_that_exchanges_only_now_and_then(make_dhts):
             torch.testing.assert_close(parameter, sum(own) / 2, rtol=1e-5, atol=1e-6)
 
 
-async def test_newcomer_takes_over_the_newest_state(make_dhts):
+both_optimizers = pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
+
+
+@both_optimizers
+@pytest.mark.parametrize("steps", [0, 3])
+async def test_newcomer_takes_over_the_newest_state(make_dhts, steps, inner):
+    """Also before the first step: each peer has made parameters of its own, and the first one's are those of all."""
     dhts = await asyncio.to_thread(make_dhts, 2)
     async with Peers() as peers:
-        first = await peers.add(dhts[0], 1, make_modules()[1], {"optimizer": ADAMW})
+        first = await peers.add(dhts[0], 1, make_modules()[1], {"optimizer": ADAMW, **inner}, **inner)
         await first.join()
-        for step in range(3):
+        for step in range(steps):
             await push(first, step)
             await first.make_step()
-        second = await peers.add(dhts[1], 1, Block().to(chosen_device()), {"optimizer": ADAMW}, 1)
+        second = await peers.add(dhts[1], 1, Block().to(chosen_device()), {"optimizer": ADAMW, **inner}, 1, **inner)
         await second.join()
-        assert second.epoch == 3
+        assert second.epoch == steps
     assert difference([second.module], [first.module]) == 0.0
 
 
-@pytest.mark.parametrize("inner", [{}, {"inner_batch_size": SAMPLES}], ids=["Optimizer", "DiLoCo"])
+async def test_a_peer_that_a_round_has_left_out_catches_up_in_the_step(make_dhts, monkeypatch):
+    """Otherwise it would refuse the microbatches of the next step."""
+    inner = {"inner_batch_size": SAMPLES}
+    dhts = await asyncio.to_thread(make_dhts, 2)
+    async with Peers() as peers:
+        for number, dht in enumerate(dhts):
+            await peers.add(dht, 1, Block().to(chosen_device()), {"optimizer": SGD, **inner}, number, **inner)
+        with monkeypatch.context() as patched:  # both begin with parameters of their own
+            patched.setattr(DiLoCo, "load_state_from_peers", lambda self: False)
+            for stage in peers.stages:
+                await stage.join()
+        trackers = [stage.optimizer.tracker for stage in peers.stages]
+        await asyncio.to_thread(wait_until, lambda: all(t.expected_group_size == 2 for t in trackers), "they are two")
+        for step in range(3):
+            for number, stage in enumerate(peers.stages):
+                await push(stage, 2 * step + number)
+                assert stage.samples == SAMPLES
+            await asyncio.gather(*(stage.make_step() for stage in peers.stages))
+            assert all(map(torch.equal, *(stage.module.parameters() for stage in peers.stages)))
+
+
+async def test_a_peer_that_leaves_makes_an_inner_step_with_what_it_has(make_dhts):
+    inner = {"inner_batch_size": 4 * SAMPLES}
+    (dht,) = await asyncio.to_thread(make_dhts, 1)
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, make_modules()[1], {"optimizer": SGD, **inner}, **inner)
+        await stage.join()
+        await push(stage, 0)
+        assert (stage.samples, stage.optimizer.inner_steps) == (SAMPLES, 0)
+        await stage.flush()
+        assert (stage.samples, stage.optimizer.inner_steps) == (SAMPLES, 1)
+        await stage.make_step()
+        assert stage.samples == 0
+
+
+async def test_microbatches_without_gradients_are_refused_and_said(make_dhts):
+    (dht,) = await asyncio.to_thread(make_dhts, 1)
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, make_modules()[1], {"optimizer": SGD})
+        await stage.forward(microbatch(0), (torch.randn(SAMPLES, WIDTH), {}))
+        with pytest.raises(MicrobatchError, match="no parameter of stage 1 has a gradient of microbatch 0"):
+            await stage.backward(microbatch(0), [None])
+
+
+@both_optimizers
 async def test_a_stage_that_starts_over_takes_the_label_of_the_others(make_dhts, inner):
     """All of its peers have left. The next ones meet at the step of the other stages, and not at each one before it."""
     async with Peers() as peers:

@@ -47,8 +47,7 @@ def test_a_peer_is_seen_renewed_moved_and_withdrawn():
         assert (seen.rate, seen.count, bool(seen.addresses)) == (2.0, STAGES, True)
         assert nodes[0].p2p.is_reachable(peer)
         assert not sender.peers_of(2)  # it does not send there, and has not read it
-        await sender.read_all()
-        assert {stage: len(peers) for stage, peers in sender.all_peers().items()} == {0: 0, 1: 1, 2: 1}
+        assert {stage: len(peers) for stage, peers in (await sender.read_all()).items()} == {0: 0, 1: 1, 2: 1}
 
         await server.declare(record(1, queue=7))  # only numbers: they wait for the renewal
         await sender.read(1)
@@ -67,8 +66,7 @@ def test_a_peer_is_seen_renewed_moved_and_withdrawn():
         assert peer not in sender.peers_of(1)
         assert sender.peers_of(2)[peer].is_joining
         await server.stop()
-        await sender.read_all()
-        assert {stage: len(peers) for stage, peers in sender.all_peers().items()} == {0: 0, 1: 0, 2: 1}
+        assert {stage: len(peers) for stage, peers in (await sender.read_all()).items()} == {0: 0, 1: 0, 2: 1}
         await asyncio.gather(sender.stop(), other.stop())
 
     run(main())

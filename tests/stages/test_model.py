@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,14 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.access.badges import ROLES_BY_NAME
+from shoal.access.tokens import Token
 from shoal.base.reactor import in_thread
-from shoal.errors import ReactorError
-from shoal.stages.compute import seeded
+from shoal.errors import NotAMemberError, ReactorError
+from shoal.optim import options
+from shoal.stages import model
+from shoal.stages.compute import StageCompute, seeded
+from shoal.stages.hop import Request, StageReply
 from tests.device import chosen_device
 from tests.optim.conftest import in_parallel, over_sockets, wait_until
 from tests.stages.test_compute import ADAMW, MAX_NORM, SAMPLES, SGD, WORDS, Block, Embedding, Head, difference
@@ -229,6 +235,114 @@ def test_peers_come_and_go_while_others_train(make_dhts, make_peer):
     assert len(found) == 120
     assert torch.stack(found[-20:]).mean() < 0.7 * torch.stack(found[:20]).mean()
     assert all(dht.p2p.metrics.microbatches_done == 60 for dht in dhts[4:6])
+
+
+def test_a_private_run_admits_only_peers_that_may_train(network, closing, make_peer, monkeypatch):
+    run, until = Token.new_run("friends"), int(time.time()) + 3600
+
+    def join(role: str, *known: Any) -> shoal.DHT:
+        token = run.invite(ROLES_BY_NAME[role], until).text
+        return closing(shoal.DHT(known, start=True, token=token, transport=network.transport()))
+
+    dhts = [join("train")]
+    known = dhts[0].get_visible_maddrs()
+    dhts += [join("train", *known) for _ in range(2)]
+    peers = [make_peer(dht, stage, WIDE, optimizer=ADAMW) for stage, dht in enumerate(dhts)]
+    assert len(list(peers[0].train(data(8)))) == 8
+    watcher, liar = join("monitor", *known), join("relay", *known)
+    for dht, stage in ((watcher, 1), (watcher, "auto"), (watcher, None), (liar, 1)):
+        with pytest.raises(
+            NotAMemberError, match=r"allows: (monitor|relay)\. It must not train: ask .* the role train"
+        ):
+            make_peer(dht, stage, WIDE)
+
+    monkeypatch.setattr(options, "check_may_train", lambda dht: None)
+    monkeypatch.setattr(model, "check_may_train", lambda dht: None)
+    monkeypatch.setattr(liar.p2p.membership, "check_own", lambda roles: None)
+    computed: list[torch.Tensor] = []
+    module = nn.LayerNorm(WIDTH)
+    module.register_forward_hook(lambda module, args, output: computed.append(output))
+    held = make_peer(liar, 1, [WIDE[0], lambda: module, WIDE[2]], optimizer=ADAMW, backup=0)
+    wait_until(lambda: liar.peer_id in peers[0]._network.directory.peers_of(1), "the others know what the liar says")
+    assert len(list(peers[0].train(data(24)))) == 24
+    assert not computed
+    assert dhts[0].p2p.metrics.members_refused["wrong role"] > 0
+    callers = ((dhts[0], liar, peers[0]), (liar, dhts[0], held))
+    for caller, callee, made in callers:
+        opening = made._network.service.open_call(callee.peer_id, anew=False)
+        with pytest.raises(NotAMemberError, match=r"allows: relay\. This call needs: train"):
+            caller.run_coroutine(functools.partial(ask, opening))
+
+
+async def ask(opening: Any, dht: shoal.DHT, node: Any) -> None:
+    """Send a microbatch's request, and wait for the answer."""
+    async with opening as call:
+        await call.send(Request(driver=dht.peer_id.to_bytes(), sequence=1, step=0, seed=0, samples=1, trains=True))
+        await call.receive(StageReply)
+
+
+def passes_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Each microbatch that counts: the stage, and how many steps it is late."""
+    found, count = list[tuple[int, int]](), StageCompute._count
+
+    def note(self: StageCompute, task: Any) -> None:
+        count(self, task)
+        found.append((self.number, self.epoch - task.step))
+
+    monkeypatch.setattr(StageCompute, "_count", note)
+    return found
+
+
+@over_sockets
+def test_asynchronous_training_of_two_drivers(make_dhts, make_peer, monkeypatch):
+    """Nothing hangs or is lost, no microbatch counts that is too old, and the loss falls."""
+    found, dhts = passes_of(monkeypatch), make_dhts(4)
+    options = {
+        "optimizer": ADAMW,
+        "synchronous": False,
+        "target_batch_size": 2 * MICROBATCHES * SAMPLES,
+        "in_flight": 2,  # fewer than a step has
+        "optimizer_opts": {"matchmaking_time": 2.0},
+    }
+    two = [WIDE[0], WIDE[2]]
+    peers = [make_peer(dht, number % 2, two, **options) for number, dht in enumerate(dhts)]
+    losses: list[torch.Tensor] = []
+    for both in zip(*(peer.train(data(40)) for peer in peers[:2]), strict=True):
+        losses += both
+    assert len(losses) == 80
+    assert torch.stack(losses[-20:]).mean() < 0.7 * torch.stack(losses[:20]).mean()
+    assert max(late for _, late in found) <= 1
+    assert min(peer.local_epoch for peer in peers) >= 3
+
+
+@over_sockets
+def test_two_peers_of_each_stage_that_exchange_only_now_and_then(make_dhts, make_peer, caplog):
+    dhts, two = make_dhts(5), [WIDE[0], WIDE[2]]
+    options = {
+        "optimizer": ADAMW,
+        "inner_batch_size": SAMPLES,
+        "target_batch_size": 3 * MICROBATCHES * SAMPLES,
+        "optimizer_opts": {"matchmaking_time": 30.0},
+    }
+    # All of them come at once, with parameters of their own.
+    make = [functools.partial(make_peer, dht, number % 2, two, **options) for number, dht in enumerate(dhts[:4])]
+    peers, driver = in_parallel(*make), make_peer(dhts[4], None, two, **options)
+    for stage in range(2):
+        assert_equal(peers[stage::2], stage)
+    losses = list(driver.train(data(12 * MICROBATCHES)))
+    assert len(losses) == 12 * MICROBATCHES
+    assert torch.stack(losses[-10:]).mean() < 0.7 * torch.stack(losses[:10]).mean()
+    wait_for_epoch(peers, 4)
+    for stage in range(2):
+        assert_equal(peers[stage::2], stage)
+    assert "cannot compute a microbatch" not in caplog.text
+    assert "are lost" not in caplog.text
+
+
+def assert_equal(peers: list[shoal.StagedModel], stage: int) -> None:
+    """All have the same parameters of a stage."""
+    first, *others = [list(peer.modules[stage].parameters()) for peer in peers]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize(

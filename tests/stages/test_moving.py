@@ -30,8 +30,7 @@ async def serve(directory, stage, rate=1.0, **values):
 
 
 async def places(directory):
-    await directory.read_all()
-    return {stage: len(peers) for stage, peers in directory.all_peers().items()}
+    return {stage: len(peers) for stage, peers in (await directory.read_all()).items()}
 
 
 async def stop(directories):
@@ -101,8 +100,7 @@ def test_peers_that_decide_at_different_times_move_one_at_a_time():
                 await asyncio.sleep(until - loop.time())
 
         await asyncio.gather(*[look_again_and_again(*each) for each in zip(directories, peers, range(9), strict=True)])
-        await directories[0].read_all()
-        assert move_of(directories[0].all_peers(), 99) is None
+        assert move_of(await directories[0].read_all(), 99) is None
         await stop(directories)
 
     run(main())
@@ -162,8 +160,7 @@ def test_a_peer_whose_fellows_are_dead_does_not_leave_its_stage():
         peers, directories = await start(3, 2)
         for directory in directories:
             await serve(directory, 0)
-        await directories[0].read_all()
-        mover = peers.index(move_of(directories[0].all_peers(), 0).peer)
+        mover = peers.index(move_of(await directories[0].read_all(), 0).peer)
         for number, directory in enumerate(directories):
             if number != mover:
                 await directory._tasks.close()  # dead: its record is not renewed, and stays for a while
@@ -192,6 +189,12 @@ class Leaving:
         self.epoch, self.samples = 6, 0
         self.changes.note()
 
+    async def flush(self):
+        """All of its samples wait for the step already."""
+
+    async def end_step(self):
+        """It is made at once."""
+
 
 @pytest.mark.parametrize(
     ("is_lost", "step_after", "lost", "seconds"),
@@ -206,7 +209,7 @@ def test_a_peer_that_leaves_waits_for_the_step_with_its_gradients(is_lost, step_
         await directories[0].read_all()
         host, now = Leaving(7.0, step_after), asyncio.get_running_loop().time
         began = now()
-        assert await finish(directories[0], host, lambda: host.samples, Move(peers[0], 0, 1), 60.0) == lost
+        assert await finish(directories[0], host, host, Move(peers[0], 0, 1), 60.0) == lost
         assert now() - began == pytest.approx(seconds, abs=3.0)
         await directories[1].read_all()
         assert directories[1].peers_of(0)[peers[0]].is_leaving

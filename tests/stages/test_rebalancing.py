@@ -69,11 +69,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counter[int]]:
 
 
 @over_sockets
-def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer, counted, caplog):
+@pytest.mark.parametrize("inner", [{}, {"inner_batch_size": 2 * SAMPLES}], ids=["Optimizer", "DiLoCo"])
+def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer, counted, caplog, inner):
     dhts = make_dhts(5)
-    mover = make_peer(dhts[0], "auto")
+    mover = make_peer(dhts[0], "auto", **inner)
     [rich] = mover.held
-    peers = [mover, *(make_peer(dht, rich) for dht in dhts[1:4]), make_peer(dhts[4], 1 - rich)]
+    peers = [mover, *(make_peer(dht, rich, **inner) for dht in dhts[1:4]), make_peer(dhts[4], 1 - rich, **inner)]
     losses: list[torch.Tensor] = []
     moved = 0  # it may have moved before the first loss is here
     for found in mover.train(itertools.cycle(data(20))):
@@ -88,6 +89,7 @@ def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer
     assert all(set(each.values()) == {1} and len(each) >= len(losses) for each in counted)
     assert "moves from stage" in caplog.text
     assert "are lost" not in caplog.text
+    assert "cannot compute a microbatch" not in caplog.text
 
 
 @pytest.mark.parametrize("has_copy", [True, False], ids=["keeper-moves", "other-moves"])

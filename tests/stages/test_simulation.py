@@ -12,12 +12,13 @@ from tests.drills import mostly_drills
 SMALL = Scenario(steps=8, microbatches=24, stages=3, peers=4, drivers=2, in_flight=8, session=300.0)
 
 
-def check(made: Figures, share_twice: float = 0.005) -> None:
-    """Nothing hangs, nothing is lost, and hardly anything is computed twice."""
+def check(made: Figures, share_twice: float = 0.005, *, in_flight: int = 0) -> None:
+    """Nothing hangs, nothing is lost, and hardly anything is computed twice, except what was in flight at a driver that
+    died, or in both halves of a network."""
     assert made.out_of_step == 0
     assert made.dropped == 0
     assert made.longest_step < 3 * made.median_step + 60  # there may be no peer of a stage for a minute
-    assert made.lost_per_death <= 2 or not made.deaths
+    assert made.lost_per_death * made.deaths <= 2 * made.deaths + in_flight or not made.deaths
     assert made.counted_twice <= share_twice * made.microbatches * SMALL.stages
 
 
@@ -33,8 +34,9 @@ def test_same_seed_gives_the_same_run() -> None:
     "story", mostly_drills(["lonely", "lost_driver", *sorted({*STORIES} - {"lonely", "lost_driver"})], quick=2)
 )
 def test_swarms_outlive_what_happens_to_them(story: str) -> None:
+    in_flight = SMALL.in_flight if story in ("cut", "lost_driver") else 0
     # In a network that is cut in two, both halves compute what they have.
-    check(simulate(story, replace(SMALL, story=story)), 0.02 if story == "cut" else 0.005)
+    check(simulate(story, replace(SMALL, story=story)), 0.05 if story == "cut" else 0.005, in_flight=in_flight)
 
 
 @pytest.mark.parametrize("spread", mostly_drills([30.0, 300.0]))

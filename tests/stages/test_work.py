@@ -14,7 +14,7 @@ from shoal.stages.work import UNDER_WAY, Acceptance, Door, MicrobatchID, Phase, 
 
 pytestmark = pytest.mark.once
 
-PLACES, MAX_BYTES, PATIENCE = 3, 1000, 10.0
+WAITING, MAX_BYTES, PATIENCE = 2, 1000, 10.0
 IDENTITIES = [MicrobatchID(b"driver", number) for number in range(5)]
 DOOR = Door(epoch=1)
 
@@ -26,7 +26,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.works = Works(PLACES, MAX_BYTES, PATIENCE)
+        self.works = Works(MAX_BYTES, PATIENCE)
+        self.works.most_waiting = WAITING
         self.now = 0.0
         self.callers: Counter[int] = Counter()
         self.begun: Counter[MicrobatchID] = Counter()
@@ -86,7 +87,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         works = list(self.works)
-        assert sum(work.phase in (*UNDER_WAY, Phase.RESERVED) for work in works) <= PLACES
+        assert sum(work.phase in (Phase.RESERVED, Phase.FORWARD) for work in works) <= WAITING
         assert all(work.callers == self.callers[id(work)] for work in works)
         assert all((work.left_at is None) == bool(work.callers) for work in works)
         assert self.works.nbytes == sum(work.nbytes for work in works)
@@ -114,7 +115,8 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
         (Door(5), [0, 4], [5, 6], [7]),
         (Door(5, closed=5), [4, 5], [6], [7]),
         (Door(5, max_staleness=1), [3], [4, 5, 6, 7], [8]),
-        (Door(5, closed=5, max_staleness=0), [4], [5, 6], [7]),
+        (Door(5, closed=4, max_staleness=0), [4], [5, 6], [7]),
+        (Door(5, closed=5, max_staleness=1), [4], [5, 6, 7], [8]),
     ],
 )
 def test_door(door: Door, late: list[int], accepted: list[int], behind: list[int]) -> None:
@@ -123,7 +125,8 @@ def test_door(door: Door, late: list[int], accepted: list[int], behind: list[int
 
 
 def test_full_peer_is_busy_until_there_is_room() -> None:
-    works = Works(2, 100, PATIENCE)
+    works = Works(100, PATIENCE)
+    works.most_waiting = 2
     (_, first), (_, second) = (works.ask(each, 1, True, DOOR) for each in IDENTITIES[:2])
     assert first is not None
     assert second is not None
@@ -137,7 +140,7 @@ def test_full_peer_is_busy_until_there_is_room() -> None:
 
 
 def test_what_has_counted_does_not_count_again() -> None:
-    works = Works(2, 100, PATIENCE)
+    works = Works(100, PATIENCE)
     _, work = works.ask(IDENTITIES[0], 1, True, DOOR)
     assert work is not None
     works.receive(work, 1)

@@ -110,6 +110,12 @@ class CheckedState:
     def epoch(self) -> int:
         return epoch_of(self.kind, self.state.metadata)
 
+    @property
+    def named(self) -> bool:
+        """Whether the parameters have names; otherwise they have numbers."""
+        names = self.state.metadata.get("names")
+        return bool(names.get("parameters") if self.kind == "Optimizer" and isinstance(names, Mapping) else names)
+
 
 def with_epoch(kind: str, state: State, epoch: int) -> State:
     """The same state as one of another epoch: what training continues from in place of a state that is lost."""
@@ -127,12 +133,6 @@ def _make_names_differ(named: Sequence[list[Piece]]) -> None:
                     name = f"shoal.{name}"
                 each[place] = replace(piece, name=name)
                 taken.add(name)
-
-
-def has_names(kind: str, metadata: Any) -> bool:
-    """Whether the parameters of a state have names; otherwise they have numbers."""
-    names = metadata.get("names")
-    return bool(names.get("parameters") if kind == "Optimizer" and isinstance(names, Mapping) else names)
 
 
 def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[list[Piece]]:

@@ -270,21 +270,13 @@ class Archiver:
                 stop.wait(min(left, pause) if left > 0 else pause)
                 continue
             began_at = time.monotonic()
-            try:
-                latest = self.write_one()
-            except StagesMissing as e:
-                self._say(str(e))
-                told, due = "", began_at + self._every
-                continue
-            except (ShoalError, OSError) as e:
-                if str(e) != told:  # while no peer trains, one line is enough
-                    self._say(f"no archive: {e}")
-                # Retry soon only if nothing was downloaded: donors should not have to serve the state over and over.
-                is_cheap = isinstance(e, _NobodyGives)
-                told, due = str(e), began_at + (min(self._every, 10.0) if is_cheap else self._every)
-                continue
-            self._tell_written(latest, time.monotonic() - began_at)
-            told, due = "", began_at + self._every
+            error = self._try_one()
+            if error is not None and str(error) != told:  # while no peer trains, one line is enough
+                self._say(f"no archive: {error}")
+            told = "" if error is None else str(error)
+            # Retry soon only if nothing was downloaded: donors should not have to serve the state over and over.
+            is_cheap = isinstance(error, _NobodyGives)
+            due = began_at + (min(self._every, 10.0) if is_cheap else self._every)
 
     def write_last(self) -> None:
         """Before the end, write one more archive if the run may have advanced since the latest one.
@@ -295,20 +287,23 @@ class Archiver:
             return
         kept = "nothing is kept yet" if self.latest is None else f"epoch {self.latest.epoch} is the latest that is kept"
         self._say(f"One last archive, because {kept}. To leave without it, interrupt again.")
+        if (error := self._try_one()) is not None:
+            self._say(f"no archive: {error}")
+
+    def _try_one(self) -> Exception | None:
+        """Write one archive, and tell that; returns why there is none."""
         began_at = time.monotonic()
         try:
-            latest = self.write_one()
+            archive = self.write_one()
         except StagesMissing as e:
             self._say(str(e))
+            return None
         except (ShoalError, OSError) as e:
-            self._say(f"no archive: {e}")
-        else:
-            self._tell_written(latest, time.monotonic() - began_at)
-
-    def _tell_written(self, archive: Manifest, seconds: float) -> None:
-        total = sum(file.bytes for file in archive.files.values())
+            return e
+        total, seconds = sum(file.bytes for file in archive.files.values()), time.monotonic() - began_at
         stages = f" ({counted(len(archive.stages), 'stage')})" if archive.stages else ""
         self._say(f"archive of epoch {archive.epoch}{stages}: {total / 1e6:.1f} MB in {seconds:.1f} s")
+        return None
 
     def _is_news(self) -> bool:
         """Whether the run may be at another epoch than in the latest archive."""
@@ -331,7 +326,7 @@ class Archiver:
         """
         self._trackers[None].fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
         # Read the pass before the state: chunks that are done by now are in the state, or at most in lost gradients.
-        data = self._dht.run_coroutine(partial(_read_pass, run_id=self._run_id))
+        data = self._dht.run_coroutine(lambda _, node: read_pass(node, self._run_id))
         try:
             contents, lost = self._download()
         except ArchiveError as e:
@@ -347,7 +342,7 @@ class Archiver:
             taken = {
                 stage: f"its state of epoch {contents[stage].epoch} is taken from an earlier archive"
                 if stage in contents
-                else "no archive has its state either"
+                else "no archive has its state either: if nothing of it is trained, make it with its own function"
                 for stage in lost
             }
             why = "; ".join(f"stage {stage}: {e}, and {taken[stage]}" for stage, e in lost.items())
@@ -454,7 +449,3 @@ def downloads_of(
         return AveragerNode.get_stub(dht.p2p, peer, namespace=prefix)
 
     return StateDownloads(dht.p2p, dht.node, f"{prefix}.all_averagers", get_stub, options, trust)
-
-
-async def _read_pass(_: DHT, node: DHTNode, *, run_id: str) -> dict[str, Any] | None:
-    return await read_pass(node, run_id)

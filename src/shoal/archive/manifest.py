@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -78,21 +79,22 @@ class Manifest(msgspec.Struct, frozen=True):
         return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
 
     @classmethod
-    def make(cls, kind: str, run: str, epoch: int, named: bool, written: str, files: dict[str, File]) -> Manifest:
-        """A manifest of the present format, with its hash."""
-        return cls(FORMAT, kind, run, epoch, named, written, files)._with_hash()
-
-    @classmethod
-    def make_of_stages(
-        cls, run: str, count: int, stages: dict[int, StageEntry], written: str, files: dict[str, File]
+    def make(
+        cls, run: str, states: Mapping[int | None, StageEntry], count: int, written: str, files: dict[str, File]
     ) -> Manifest:
-        """A manifest of a run in stages, with its hash. Its epoch is that of the newest stage."""
-        epoch, named = max(each.epoch for each in stages.values()), all(each.named for each in stages.values())
-        manifest = cls(FORMAT_OF_STAGES, STAGES, run, epoch, named, written, files, count=count, stages=stages)
-        return manifest._with_hash()
+        """A manifest of the present format, with its hash. Its epoch is that of the newest stage.
 
-    def _with_hash(self) -> Manifest:
-        return msgspec.structs.replace(self, check=self.hash)
+        Args:
+            states: the state of a run under ``None``, or those of its stages by their numbers.
+            count: how many stages the model has.
+        """
+        epoch, named = max(each.epoch for each in states.values()), all(each.named for each in states.values())
+        if None in states:
+            manifest = cls(FORMAT, states[None].kind, run, epoch, named, written, files)
+        else:
+            stages = {stage: each for stage, each in states.items() if stage is not None}
+            manifest = cls(FORMAT_OF_STAGES, STAGES, run, epoch, named, written, files, count=count, stages=stages)
+        return msgspec.structs.replace(manifest, check=manifest.hash)
 
     def of_stage(self, stage: int) -> Manifest:
         """The manifest of one stage, as that of a run of its own.

@@ -40,7 +40,7 @@ from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT, DHTNode
+    from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,11 @@ class Offer:
     def __init__(
         self, dht: DHT, run_id: str, kind: str, epoch: int, read: ReadState, rounds: bytes | None = None
     ) -> None:
-        self._dht, self._kind, self.epoch = dht, kind, epoch
+        self._dht, self.kind, self.epoch, self.read, self._rounds = dht, kind, epoch, read, rounds
         self._tracker = ProgressTracker(dht, run_id, 1, start=False)
         self._others = downloads_of(dht, run_id, kind)
         self.donor = Donor(dht, run_id, kind, epoch, read)
-        self._tell(rounds)
+        self._tell()
 
     def start(self) -> None:
         """Begin to serve the state."""
@@ -116,17 +116,22 @@ class Offer:
         self._tracker.run_in_background()
         self._tracker.look_after_others()  # which also makes it publish at once
 
-    def _tell(self, rounds: bytes | None) -> None:
+    def _tell(self) -> None:
         self._tracker.board.donate(self.epoch, get_dht_time())
-        if rounds:
+        if self._rounds:
             self._tracker.compare_rounds()
-            self._tracker.adopt_lineage(Lineage.unpack(rounds), self.epoch)
+            self._tracker.adopt_lineage(Lineage.unpack(self._rounds), self.epoch)
 
-    def replace(self, epoch: int, read: ReadState, rounds: bytes | None = None) -> None:
-        """Serve another state of the same run from now on, or the same one as of another epoch."""
+    def replace(self, epoch: int, read: ReadState, rounds: bytes | None) -> None:
+        """Serve another state of the same run from now on."""
+        self.read, self._rounds = read, rounds
+        self.serve_as_of(epoch)
+
+    def serve_as_of(self, epoch: int) -> None:
+        """From now on, serve the state as one of this epoch."""
         self.epoch = epoch
-        self.donor.serve(epoch, read)
-        self._tell(rounds)
+        self.donor.serve(epoch, self.read)
+        self._tell()
         self._tracker.look_after_others()
 
     async def find_other(self) -> PeerID | None:
@@ -150,7 +155,7 @@ class Offer:
                 await call.send_end()
                 if not isinstance(header, StateHeader):
                     return False
-                return epoch_of(self._kind, MSGPackSerializer.loads(header.metadata)) >= self.epoch
+                return epoch_of(self.kind, MSGPackSerializer.loads(header.metadata)) >= self.epoch
         except (*PEER_FAILURES, ValueError) as e:
             logger.debug("peer %s does not serve its state: %s", peer, e)
             return False
@@ -224,13 +229,9 @@ class Revival(Facade):
 
     def _tell_pass(self) -> None:
         """Publish which data are done."""
-        self._told_pass_at = time.monotonic()
-        if self._passed is not None:
-            self._dht.run_coroutine(self._tell)
-
-    async def _tell(self, _: DHT, node: DHTNode) -> None:
-        assert self._passed is not None
-        await tell_pass(node, self._run_id, self._passed)
+        self._told_pass_at, passed = time.monotonic(), self._passed
+        if passed is not None:
+            self._dht.run_coroutine(lambda _, node: tell_pass(node, self._run_id, passed))
 
     def _let_end(self, stop: threading.Event) -> None:
         """Wait for downloads in flight, for ten minutes at most."""

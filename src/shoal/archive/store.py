@@ -37,7 +37,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, has_names, order_of, put_together
+from shoal.archive.contents import CheckedState, Order, Piece, epoch_of, order_of, put_together
 from shoal.archive.manifest import MANIFEST, STAGES, File, Manifest, NotWholeError, StageEntry, prefix_of
 from shoal.averaging.state.download import State
 from shoal.base.logs import one_line, quoted
@@ -242,7 +242,12 @@ class Store:
                 files.update(self._write_files(folder, prefix_of(stage), each, is_private))
             if data is not None:
                 files[DATA] = self._put(folder, DATA, MSGPackSerializer.dumps(data))
-            manifest = _describe(run_id, contents, count, files)
+            now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            states = {
+                stage: StageEntry(each.run, each.kind, each.epoch, each.named, each.written or now)
+                for stage, each in contents.items()
+            }
+            manifest = Manifest.make(run_id, states, count, now, files)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
         except Exception as e:  # other addresses than folders have errors of their own
@@ -391,13 +396,12 @@ class Store:
             number: self._read_state(folder, manifest.of_stage(number), prefix_of(number))
             for number in sorted(manifest.stages or ())
         }
-        for name, told in manifest.files.items():
-            if not any(name.startswith(prefix_of(number)) for number in stages) and name != DATA:
-                self._check(folder, name, told)
         passed = None
-        if DATA in manifest.files:
-            data = self._get(folder, DATA, manifest.files[DATA])
-            passed = self._decoded(folder, DATA, data)
+        for name, told in manifest.files.items():
+            if name == DATA:
+                passed = self._load(folder, name, told)
+            elif not any(name.startswith(prefix_of(number)) for number in stages):
+                self._check(folder, name, told)
         tensors = {f"{n}.{name}": tensor for n, each in stages.items() for name, tensor in each.tensors.items()}
         names = tuple(f"{n}.{name}" for n, each in stages.items() for name in each.names)
         is_private = any(each.is_private for each in stages.values())
@@ -416,13 +420,12 @@ class Store:
             if not _is_known(name):
                 self._check(folder, prefix + name, told)
                 continue
-            data = self._get(folder, prefix + name, told)
+            found = self._load(folder, prefix + name, told)
             if name == VALUES:
-                values = self._decoded(folder, prefix + name, data)
+                values = found
             elif name == DATA:
-                passed = self._decoded(folder, prefix + name, data)
+                passed = found
             else:
-                found = self._decoded(folder, prefix + name, data)
                 if twice := next(filter(tensors.__contains__, found), None):
                     raise ArchiveError(
                         f"{self._named(folder)} cannot be read: {prefix + name}: the tensor {quoted(twice)} is in "
@@ -439,7 +442,9 @@ class Store:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {prefix}{VALUES}: {one_line(repr(e))}") from e
         return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)), passed, is_private)
 
-    def _decoded(self, folder: str, name: str, data: bytes) -> Any:
+    def _load(self, folder: str, name: str, told: File) -> Any:
+        """The contents of a file, checked against the manifest."""
+        data = b"".join(self._pieces(folder, name, told, told.bytes))
         try:
             return (self._safetensors.load if name.endswith(".safetensors") else MSGPackSerializer.loads)(data)
         except Exception as e:  # the hash is right, so another program wrote it with other contents
@@ -474,10 +479,6 @@ class Store:
                 f"{self._named(folder)} cannot be read: its files have {size} bytes, more than the memory of this "
                 "machine. Read it on a larger one"
             )
-
-    def _get(self, folder: str, name: str, told: File) -> bytes:
-        """The contents of a file, checked against the manifest."""
-        return b"".join(self._pieces(folder, name, told, told.bytes))
 
     def _check(self, folder: str, name: str, told: File) -> None:
         """Check a file that this version does not use, without holding it in memory."""
@@ -553,7 +554,8 @@ class Store:
             for trouble in troubles:
                 logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
             store._tell_further(folder)
-            store._tell_of_stages(folder)
+            if text := told_of_stages(store.manifest(folder)):
+                logger.warning("%s: %s", store._named(folder), text)
             return archive
         if store._is_local and not os.path.isdir(store._root):
             raise ArchiveError(f"there is no folder {text}: give the one that shoal archive writes to")
@@ -568,12 +570,6 @@ class Store:
                 "the newest archive is taken: %s. But %s/%s is of a later epoch: take that one if the run was "
                 "restarted by mistake", taken, self.url, further,
             )  # fmt: skip
-
-    def _tell_of_stages(self, folder: str) -> None:
-        """Warn of stages that an archive lacks, or has of an earlier epoch than others."""
-        manifest = self.manifest(folder)
-        if text := told_of_stages(manifest):
-            logger.warning("%s: %s", self._named(folder), text)
 
     def _open_one(self, folder: str, stage: int | None) -> Archive:
         try:
@@ -605,25 +601,12 @@ def _is_known(name: str) -> bool:
     return name in (VALUES, DATA) or name.endswith(".safetensors")
 
 
-def _describe(run_id: str, contents: Mapping[int | None, CheckedState], count: int, files: dict[str, File]) -> Manifest:
-    """The manifest of an archive with these states and files."""
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    if None in contents:
-        [each] = contents.values()
-        return Manifest.make(each.kind, run_id, each.epoch, has_names(each.kind, each.state.metadata), now, files)
-    stages = {
-        stage: StageEntry(
-            each.run, each.kind, each.epoch, has_names(each.kind, each.state.metadata), each.written or now
-        )
-        for stage, each in contents.items()
-        if stage is not None
-    }
-    return Manifest.make_of_stages(run_id, count, stages, now, files)
-
-
 def told_of_stages(manifest: Manifest) -> str:
     """Which stages an archive lacks or has of another epoch than its own, in words; empty if all is well."""
-    lacking = [f"it lacks stage {stage}" for stage in manifest.missing]
+    lacking = [
+        f"it lacks stage {stage}: if nothing of it is trained, make it with its own function"
+        for stage in manifest.missing
+    ]
     older = [
         f"stage {stage} is of epoch {each.epoch}, archived {one_line(each.written)} UTC"
         for stage, each in sorted((manifest.stages or {}).items())

@@ -92,6 +92,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def size(count: float) -> str:
+    """A number of bytes in words, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
+
+
 def quoted(value: object) -> str:
     """A value for an error text or a log line, shortened, because strangers send values of any length."""
     rest = ""

@@ -63,12 +63,13 @@ def whole(what: str, least: int, end: int) -> Callable[[str], int]:
 port_of = whole("the number of a port, from 0 to 65535", 0, 2**16)
 
 
-def _rate(text: str) -> float:
-    factor = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:].upper())
+def scaled(text: str) -> float:
+    """A number that may end with a unit, such as 350M."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:].upper())
     return float(text) if factor is None else float(text[:-1]) * factor
 
 
-rate_of = value("bytes per second, such as 5M or 800k", _rate, lambda rate: 0 < rate < math.inf)
+rate_of = value("bytes per second, such as 5M or 800k", scaled, lambda rate: 0 < rate < math.inf)
 
 
 def add_addresses(parser: argparse.ArgumentParser, what: str, nargs: str = "*") -> None:

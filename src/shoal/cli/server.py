@@ -148,8 +148,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name} must be one of {', '.join(CompressionType.__members__)}, got {options[name]!r}")
         options[name] = None if options[name] is None else CompressionType[options[name]]
     options["optim_cls"] = optimizers[options.pop("optimizer")]
-    if (options["num_experts"] is None) == (options["expert_uids"] is None):
-        raise ValueError("give either --num-experts or --expert-uids")
     if options.pop("no_relay"):
         options |= {"use_relay": False, "relay": False}
     options["use_auto_relay"] = True

@@ -7,6 +7,7 @@ The child answers with one line of JSON: its peer, or the error.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -36,8 +37,10 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
 
     Raises:
         RuntimeError: the server could not start; the text has the error of the child.
+        ValueError: the class of the experts is not known there.
     """
-    message = pickle.dumps((args, kwargs, _registered(kwargs)))
+    module = None if kwargs.get("custom_module_path") else _module_of(kwargs.get("expert_cls", "ffn"))
+    message = pickle.dumps((module, args, kwargs))
     path = os.pathsep.join(map(os.path.abspath, sys.path))  # '' is the working directory
     process = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import serve; serve()"],
@@ -69,18 +72,16 @@ def background_server(*args: Any, shutdown_timeout: float = 5, **kwargs: Any) ->
         process.stdout.close()
 
 
-def _registered(kwargs: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The class of experts that only this process has registered."""
-    name = kwargs.get("expert_cls")
-    expert_class = layers.name_to_block.get(str(name))
-    if expert_class is None or expert_class.__module__ == layers.__name__ or kwargs.get("custom_module_path"):
-        return None
-    entry = str(name), expert_class, layers.name_to_input[str(name)]
-    try:
-        pickle.dumps(entry)
-    except (pickle.PicklingError, AttributeError, TypeError) as e:
-        raise TypeError(f"expert class {name!r} cannot go to another process, use custom_module_path: {e}") from None
-    return entry
+def _module_of(expert_cls: str) -> str | None:
+    """The module that registers a class of experts; ``None`` if there is no such class."""
+    expert_class = layers.name_to_block.get(expert_cls)
+    module = None if expert_class is None else expert_class.__module__
+    if module == "__main__":
+        raise ValueError(
+            f"expert class {expert_cls!r} is defined in the program itself, which another process does not run: put it "
+            "in a module, or give custom_module_path"
+        )
+    return module
 
 
 def serve() -> NoReturn:
@@ -93,10 +94,9 @@ def serve() -> NoReturn:
         print(json.dumps(fields), file=answers, flush=True)
 
     try:
-        args, kwargs, registered = pickle.load(sys.stdin.buffer)
-        if registered is not None:
-            name, expert_class, sample_input = registered
-            layers.register_expert_class(name, sample_input)(expert_class)
+        module, args, kwargs = pickle.load(sys.stdin.buffer)
+        if module is not None:
+            importlib.import_module(module)
         server = Server.create(*args, start=True, **kwargs)
     except BaseException as e:
         answer(error=f"{type(e).__name__}: {e}")

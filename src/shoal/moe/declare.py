@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 from shoal.base.clock import DHTExpiration, get_dht_time
 from shoal.base.reactor import AwaitableFuture
@@ -41,18 +41,6 @@ Place = tuple[str, Subkey | None]
 """A key with its subkey."""
 
 
-@overload
-def declare_experts(
-    dht: DHT, uids: Sequence[ExpertUID], expiration_time: DHTExpiration, wait: Literal[True] = True
-) -> dict[Any, bool]: ...
-
-
-@overload
-def declare_experts(
-    dht: DHT, uids: Sequence[ExpertUID], expiration_time: DHTExpiration, wait: Literal[False]
-) -> AwaitableFuture[dict[Any, bool]]: ...
-
-
 def declare_experts(
     dht: DHT, uids: Sequence[ExpertUID], expiration_time: DHTExpiration, wait: bool = True
 ) -> dict[Any, bool] | AwaitableFuture[dict[Any, bool]]:
@@ -70,28 +58,11 @@ def declare_experts(
     Raises:
         AssertionError: ``uids`` is no sequence of valid uids.
     """
-    declare = partial(_declare, uids=_checked(uids), expiration_time=expiration_time)
-    return dht.run_coroutine(declare) if wait else dht.run_coroutine(declare, return_future=True)
-
-
-def withdraw_experts(
-    dht: DHT, uids: Sequence[ExpertUID], declared_until: DHTExpiration
-) -> AwaitableFuture[dict[Any, bool]]:
-    """Take back what this peer has declared, where no other peer has taken its place.
-
-    Args:
-        dht: the DHT with which the experts were declared.
-        uids: the experts.
-        declared_until: the latest expiration time with which they were declared.
-
-    Returns:
-        A future: whether each record that named this peer was withdrawn.
-
-    Raises:
-        AssertionError: ``uids`` is no sequence of valid uids.
-    """
-    withdraw = partial(_withdraw, uids=_checked(uids), declared_until=declared_until)
-    return dht.run_coroutine(withdraw, return_future=True)
+    assert not isinstance(uids, str), "uids must be a list of uids, got a text"
+    for uid in uids:
+        assert is_valid_uid(uid), f"{uid!r} is not a valid uid: expected a name and numbers, as in 'ffn.0.12'"
+    declaring = partial(declare, uids=[*uids], until=expiration_time)
+    return dht.run_coroutine(declaring) if wait else dht.run_coroutine(declaring, return_future=True)
 
 
 def get_experts(
@@ -117,13 +88,6 @@ def get_experts(
     return dht.run_coroutine(get, return_future=True) if return_future else dht.run_coroutine(get)
 
 
-def _checked(uids: Sequence[ExpertUID]) -> list[ExpertUID]:
-    assert not isinstance(uids, str), "uids must be a list of uids, got a text"
-    for uid in uids:
-        assert is_valid_uid(uid), f"{uid!r} is not a valid uid: expected a name and numbers, as in 'ffn.0.12'"
-    return list(uids)
-
-
 def _records_of(uids: Iterable[ExpertUID], peer: str) -> dict[Place, Any]:
     """The value of each record, by its place."""
     records: dict[Place, Any] = {}
@@ -143,15 +107,21 @@ async def _store(node: DHTNode, records: dict[Place, Any], expiration_time: DHTE
     return await node.store_many(keys, list(records.values()), expiration_time, subkeys=subkeys)
 
 
-async def _declare(
-    dht: DHT, node: DHTNode, *, uids: list[ExpertUID], expiration_time: DHTExpiration
-) -> dict[Any, bool]:
-    return await _store(node, _records_of(uids, node.peer_id.to_base58()), expiration_time)
+async def declare(dht: DHT, node: DHTNode, *, uids: list[ExpertUID], until: DHTExpiration) -> dict[Any, bool]:
+    """The same as :func:`declare_experts`, in the loop of a DHT."""
+    return await _store(node, _records_of(uids, node.peer_id.to_base58()), until)
 
 
-async def _withdraw(
-    dht: DHT, node: DHTNode, *, uids: list[ExpertUID], declared_until: DHTExpiration
-) -> dict[Any, bool]:
+async def withdraw(dht: DHT, node: DHTNode, *, uids: list[ExpertUID], until: DHTExpiration) -> dict[Any, bool]:
+    """Take back what this peer has declared, where no other peer has taken its place. Runs in the loop of a DHT.
+
+    Args:
+        uids: the experts.
+        until: the latest expiration time with which they were declared.
+
+    Returns:
+        Whether each record that named this peer was withdrawn.
+    """
     peer = node.peer_id.to_base58()
     places = _records_of(uids, peer)
     present = await node.get_many(list(dict.fromkeys(key for key, _ in places)), math.inf)
@@ -166,7 +136,7 @@ async def _withdraw(
 
     own = dict.fromkeys(filter(is_own, places))
     # Later than the declaration, because the DHT keeps what expires last.
-    return await _store(node, own, math.nextafter(declared_until, math.inf))
+    return await _store(node, own, math.nextafter(until, math.inf))
 
 
 async def _get(dht: DHT, node: DHTNode, *, uids: list[ExpertUID], limit: DHTExpiration) -> Experts:

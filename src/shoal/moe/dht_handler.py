@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from functools import partial
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade
 from shoal.base.logs import Seldom
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.dht.dht import DHT
-from shoal.moe.declare import declare_experts, withdraw_experts
+from shoal.moe.declare import declare, withdraw
 from shoal.moe.uids import ExpertUID
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class DHTHandlerThread(Facade):
             return
         try:
             self._declared_until = until
-            stored = await declare_experts(self.dht, uids, until, wait=False)
+            stored = await self.dht.run_coroutine(partial(declare, uids=uids, until=until), return_future=True)
         except Exception as e:
             logger.warning("could not declare %d experts, trying again in %g s: %s", len(uids), self.update_period, e)
             return
@@ -84,8 +85,9 @@ class DHTHandlerThread(Facade):
 
     async def _withdraw(self) -> None:
         if self._declared_until and self.dht.is_alive():
+            withdrawing = partial(withdraw, uids=[*self.module_backends], until=self._declared_until)
             async with asyncio.timeout(WITHDRAW_SECONDS):
-                await withdraw_experts(self.dht, [*self.module_backends], self._declared_until)
+                await self.dht.run_coroutine(withdrawing, return_future=True)
 
     def is_alive(self) -> bool:
         return self._declared is not None and not self._portal.closed

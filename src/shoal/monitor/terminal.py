@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.base.logs import counted, one_line, short_id
+from shoal.base.logs import counted, one_line, short_id, size
 from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
 from shoal.monitor.stages import StageRow
 
@@ -51,15 +51,6 @@ MOST_STAGES = 8
 """The most stages in the terminal; if there are more, those that do least are shown. Chosen."""
 MOST_FIGURES = 6
 """The most figures in the line of the swarm; the page has them all. Chosen."""
-
-
-def size(count: float) -> str:
-    """A number of bytes in words."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def span(seconds: float) -> str:

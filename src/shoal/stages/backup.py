@@ -17,11 +17,10 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.archive.contents import CheckedState, with_epoch
-from shoal.archive.keeping import RunSource, check_role
+from shoal.archive.keeping import RunSource
 from shoal.archive.reviving import Offer, ReadState
 from shoal.archive.store import Store
 from shoal.averaging.groups.settings import Trust
@@ -31,6 +30,7 @@ from shoal.errors import ShoalError
 from shoal.optim.history.journal import hash_of
 from shoal.p2p import PeerID
 from shoal.stages.directory import StageDirectory, StageRecord, name_of_stage, seconds_between_looks
+from shoal.stages.placement import Peers
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
-
-Stages = Mapping[int, Mapping[PeerID, StageRecord]]
-"""The peers of all stages with their records, from :meth:`StageDirectory.all_peers`."""
 
 # A stage that is behind the others by this many epochs and makes no progress cannot catch up by itself. Derived: stages
 # that work differ by one.
@@ -50,12 +47,12 @@ EPOCHS_BEHIND = 2
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def holders_of(stages: Stages, stage: int) -> dict[PeerID, StageRecord]:
+def holders_of(stages: Peers, stage: int) -> dict[PeerID, StageRecord]:
     """The peers of a stage that can be sent microbatches."""
     return {peer: record for peer, record in stages.get(stage, {}).items() if record.serves}
 
 
-def keeper_of(stage: int, stages: Stages) -> PeerID | None:
+def keeper_of(stage: int, stages: Peers) -> PeerID | None:
     """The peer that keeps the state of a stage; ``None``: it needs none, or nobody else is there.
 
     It holds a neighbouring stage, or the nearest one that another peer holds.
@@ -79,7 +76,7 @@ class Duty(NamedTuple):
     """Make a newer copy of the state of this peer."""
 
 
-def duty_of(stage: int, own: PeerID, stages: Stages, kept: int | None, backup_every: int) -> Duty:
+def duty_of(stage: int, own: PeerID, stages: Peers, kept: int | None, backup_every: int) -> Duty:
     """What this peer does about the state of a stage.
 
     Args:
@@ -119,16 +116,6 @@ def epoch_to_offer(
 # --- the shell --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """The state of a stage that is kept, and how it is offered."""
-
-    offer: Offer
-    kind: str
-    read: ReadState
-    rounds: bytes | None
-
-
 class _Only(Trust):
     """Takes the state of one peer only."""
 
@@ -153,7 +140,6 @@ class StageBackups:
         period: seconds between two looks at the directory.
 
     Raises:
-        NotAMemberError: the run is private, and this peer's token does not allow to train.
         ValueError: an argument is out of range, or others cannot call this peer.
     """
 
@@ -171,13 +157,12 @@ class StageBackups:
             raise ValueError(f"backup_every is a number of steps, at least 1: got {backup_every!r}")
         if dht.client_mode:
             raise ValueError("a peer that others cannot call cannot give them a state: leave out client_mode or backup")
-        check_role(dht)
         self._dht, self._run_id, self._directory, self._every = dht, run_id, directory, backup_every
         self._folder = None if folder is None else os.fspath(folder)
         self._period = period or seconds_between_looks(directory.count)
         self._stop, self._lock = threading.Event(), threading.Lock()
         # By stage. The lock is held while these change.
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, Offer] = {}
         self._released: set[int] = set()
         self._before: dict[int, dict[PeerID, StageRecord]] = {}
         self._downloading: Future[CheckedState] | None = None
@@ -202,7 +187,7 @@ class StageBackups:
     def kept(self) -> dict[int, int]:
         """By stage: the epoch of the state that this peer keeps and offers."""
         with self._lock:
-            return {stage: copy.offer.epoch for stage, copy in self._copies.items()}
+            return {stage: copy.epoch for stage, copy in self._copies.items()}
 
     def release(self, stage: int) -> State | None:
         """Hand over the state of a stage that this peer is about to hold itself. It is not offered any more.
@@ -216,13 +201,13 @@ class StageBackups:
         with self._lock:
             self._released.add(stage)
         copy = self._drop(stage)
-        return None if copy is None else with_epoch(copy.kind, copy.read(), copy.offer.epoch)
+        return None if copy is None else with_epoch(copy.kind, copy.read(), copy.epoch)
 
-    def _drop(self, stage: int) -> _Copy | None:
+    def _drop(self, stage: int) -> Offer | None:
         with self._lock:
             copy = self._copies.pop(stage, None)
         if copy is not None:
-            copy.offer.shutdown()
+            copy.shutdown()
         return copy
 
     def _run(self) -> None:
@@ -236,33 +221,29 @@ class StageBackups:
 
     def look(self) -> None:
         """Look at the directory once, and do what is to be done."""
-        stages: Stages = self._dht.run_coroutine(self._read)
+        stages: Peers = self._dht.run_coroutine(lambda *_: self._directory.read_all())
         own = self._dht.peer_id
         reached = max((records[own].epoch for records in stages.values() if own in records), default=0)
         for stage in range(self._directory.count):
             if own in stages[stage]:
                 self._released.discard(stage)  # from now on the directory tells that this peer holds it
             copy, now = self._copies.get(stage), holders_of(stages, stage)
-            duty = duty_of(stage, own, stages, None if copy is None else copy.offer.epoch, self._every)
+            duty = duty_of(stage, own, stages, None if copy is None else copy.epoch, self._every)
             if not duty.keeps:
                 self._drop(stage)
             elif duty.downloads_from is not None:
                 self._download(stage, duty.downloads_from)
             elif copy is not None:
-                self._show(stage, copy, epoch_to_offer(copy.offer.epoch, reached, now, self._before.get(stage, {})))
+                self._show(stage, copy, epoch_to_offer(copy.epoch, reached, now, self._before.get(stage, {})))
             self._before[stage] = now
 
-    async def _read(self, *_: object) -> Stages:
-        await self._directory.read_all()
-        return self._directory.all_peers()
-
-    def _show(self, stage: int, copy: _Copy, epoch: int) -> None:
-        if epoch > copy.offer.epoch:
+    def _show(self, stage: int, copy: Offer, epoch: int) -> None:
+        if epoch > copy.epoch:
             logger.warning(
                 "stage %d of run %r has no peer that continues: its state of epoch %d, which this peer has kept, is "
-                "given to the next one as of epoch %d", stage, self._run_id, copy.offer.epoch, epoch,
+                "given to the next one as of epoch %d", stage, self._run_id, copy.epoch, epoch,
             )  # fmt: skip
-            copy.offer.replace(epoch, copy.read, copy.rounds)
+            copy.serve_as_of(epoch)
 
     def _download(self, stage: int, peer: PeerID) -> None:
         """Make a copy of the state of the only peer of a stage."""
@@ -283,14 +264,11 @@ class StageBackups:
         with self._lock:
             if stage in self._released or self._stop.is_set():
                 return
-            copy = self._copies.get(stage)
-            if copy is None:
-                offer = Offer(self._dht, found.run, found.kind, found.epoch, read, rounds)
-                offer.start()
+            if stage in self._copies:
+                self._copies[stage].replace(found.epoch, read, rounds)
             else:
-                offer = copy.offer
-                offer.replace(found.epoch, read, rounds)
-            self._copies[stage] = _Copy(offer, found.kind, read, rounds)
+                self._copies[stage] = Offer(self._dht, found.run, found.kind, found.epoch, read, rounds)
+                self._copies[stage].start()
         logger.info("stage %d of run %r: its state of epoch %d is kept here", stage, self._run_id, found.epoch)
 
     def _stored(self, found: CheckedState) -> ReadState:

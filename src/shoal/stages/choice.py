@@ -9,8 +9,11 @@ Later, the sender's own measurements count. They include the line, and the waiti
     expected = (own in flight + 1) × pace     pace: moving average of seconds / own in flight, for each that was done
 
 So each sender sends a peer more until it takes as long as others do. The pace of a peer that is not chosen fades
-towards its record, so that it is tried again. All of this is computed from arguments, without a clock or a network. All
-times are DHT times, because those of records are.
+towards its record, so that it is tried again. A microbatch waits for a fast peer that has no room, and takes a slow one
+when it has waited for as long as that would have saved: near the end of a step, all wait for the last microbatch.
+
+All of this is computed from arguments, without a clock or a network. All times are DHT times, because those of records
+are.
 """
 
 from __future__ import annotations
@@ -153,8 +156,10 @@ def choose(
     rng: random.Random,
     step: int | None = None,
     excluded: Collection[PeerID] = (),
+    busy: Collection[PeerID] = (),
+    waited: float = 0.0,
 ) -> PeerID | None:
-    """The peer of a stage that gets the next microbatch.
+    """The peer of a stage that gets the next microbatch, or ``None`` while it is better to wait for one that is busy.
 
     Args:
         candidates: the records of the stage's peers.
@@ -163,6 +168,8 @@ def choose(
         rng: decides between peers that are as good as each other.
         step: the step of the microbatch: peers that are behind it are left out. ``None``: any will do.
         excluded: peers that are left out, such as those that have failed with this microbatch.
+        busy: those that have no room now.
+        waited: the seconds for which the microbatch has waited for better peers.
 
     Returns:
         ``None`` if there is none.
@@ -177,8 +184,6 @@ def choose(
     }
     if len(fit) > MOST_COMPARED:
         fit = dict(rng.sample([*fit.items()], MOST_COMPARED))
-    # Records are old. So if no peer seems to have room, all are asked.
-    fit = {peer: each for peer, each in fit.items() if each[1].sent_after(each[0].time) < each[0].room} or fit
     tried = {peer: each for peer, each in fit.items() if each[1].is_tried}
     untried = sum(len(seen.sent) for _, seen in fit.values() if not seen.is_tried)
     if tried and untried and untried + 1 > UNTRIED_SHARE * (1 + sum(len(seen.sent) for _, seen in fit.values())):
@@ -187,5 +192,7 @@ def choose(
         return None
     usual = median([record.rate for record, _ in fit.values() if record.rate > 0] or [UNKNOWN_RATE])
     seconds = {peer: expected_seconds(record, seen, now, usual) for peer, (record, seen) in fit.items()}
-    limit = TIE * min(seconds.values())
-    return rng.choice([peer for peer, each in seconds.items() if each <= limit])
+    # If there is much to do, microbatches have waited for long, and all peers get some.
+    limit = TIE * min(seconds.values()) + waited
+    best = [peer for peer, each in seconds.items() if each <= limit and peer not in busy]
+    return rng.choice(best) if best else None

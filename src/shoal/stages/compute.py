@@ -391,7 +391,7 @@ class StageCompute:
     ) -> list[torch.Tensor | None]:
         are_same = kept.parameters == self._parameters_now()
         if kept.outputs is not None and are_same:
-            self._go_back(task, kept.outputs, output_grads)
+            has_gradients = self._go_back(task, kept.outputs, output_grads)
         else:
             kept.drop_graph()
             with self._keeping_buffers(), torch.enable_grad():
@@ -402,10 +402,10 @@ class StageCompute:
                         "another thread of this process draws from torch's random generator: give it a torch.Generator "
                         "of its own. Or the module has other random numbers: give the stage a larger keep_graphs"
                     )
-                self._go_back(task, outputs, output_grads)
+                has_gradients = self._go_back(task, outputs, output_grads)
         is_full = any(each.outputs is None for each in [*self._kept.values()])
         kept.drop_graph()
-        self._count(task)
+        self._count(task, has_gradients)
         if is_full and self.device.type == "cpu":
             give_memory_back()
         return _gradients_of(kept.inputs)
@@ -432,13 +432,13 @@ class StageCompute:
         self._forget_gradients()
         if losses.requires_grad:
             torch.autograd.backward(losses.mean())
-        self._count(task)
+        self._count(task, losses.requires_grad)
         return losses.detach(), _gradients_of(inputs)
 
     def _go_back(
         self, task: StageTask, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Backward pass from the outputs.
+    ) -> bool:
+        """Backward pass from the outputs. Returns whether any of them has a gradient.
 
         Raises:
             MicrobatchError: the gradients do not fit them, or are not finite.
@@ -460,8 +460,9 @@ class StageCompute:
         self._forget_gradients()
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return bool(pairs)
 
-    def _count(self, task: StageTask) -> None:
+    def _count(self, task: StageTask, has_gradients: bool) -> None:
         """Count the gradients of a microbatch.
 
         Raises:
@@ -471,20 +472,28 @@ class StageCompute:
         if optimizer is None:
             return
         try:
-            if first_not_finite([p.grad for p in self._trained if p.grad is not None]) is not None:
+            grads = [p.grad for p in self._trained if p.grad is not None]
+            if first_not_finite(grads) is not None:
                 raise MicrobatchNotFiniteError(
                     f"gradients of microbatch {task.sequence} are not finite in stage {self.number}"
                 )
-            if all(parameter.grad is None for parameter in self._trained):
+            if not grads and not has_gradients:
+                raise MicrobatchError(
+                    f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}"
+                )
+            if not grads:
                 # The loss of this one does not depend on them. Its samples count in the mean, as in all other stages.
                 self._trained[0].grad = torch.zeros_like(self._trained[0])
-            if self._inner is not None:
+            if isinstance(optimizer, DiLoCo):
+                assert self._inner is not None
                 self._inner.add(samples)
-                samples = self._inner.samples
-                if samples < (self._inner_batch_size or 0):
-                    return
-                self._take_inner_mean(self._inner)
-            if not self._take(optimizer, samples):
+                if self._inner.samples >= (self._inner_batch_size or 0):
+                    self._make_inner_step(optimizer, self._inner)
+                return
+            # Averages of parameters would make all graphs useless, and hardly change anything.
+            has_graphs = any(kept.outputs is not None for kept in [*self._kept.values()])
+            may_change = not has_graphs or optimizer.options.mode.delays_step
+            if not optimizer.take_batch(samples, may_change_model=may_change):
                 raise MicrobatchError(
                     f"stage {self.number} cannot count microbatch {task.sequence} here: this peer is behind the others "
                     "of its stage"
@@ -492,21 +501,15 @@ class StageCompute:
         finally:
             self._forget_gradients()
 
-    def _take(self, optimizer: StageOptimizer, samples: int) -> bool:
-        if isinstance(optimizer, DiLoCo):
-            return optimizer.take_batch(samples)
-        # Averages of parameters would make all graphs useless, and hardly change anything.
-        has_graphs = any(kept.outputs is not None for kept in [*self._kept.values()])
-        return optimizer.take_batch(samples, may_change_model=not has_graphs or optimizer.options.mode.delays_step)
-
-    def _take_inner_mean(self, inner: GradientAccumulator) -> None:
-        """Let an inner step be made with all that has been accumulated for it."""
+    def _make_inner_step(self, optimizer: DiLoCo, inner: GradientAccumulator) -> None:
+        """Make an inner step with all that has been accumulated for it; or later, if this peer must catch up first."""
         means = [torch.zeros_like(parameter) for parameter in self._trained]
         inner.write_mean(means)
         for parameter, mean, has_gradient in zip(self._trained, means, inner.marks().tolist(), strict=True):
             parameter.grad = mean if has_gradient else None
-        inner.reset()
-        self._changes += 1
+        if optimizer.take_batch(inner.samples):
+            inner.reset()
+            self._changes += 1
 
     def _forget_gradients(self) -> None:
         for parameter in self._trained:
@@ -602,10 +605,7 @@ class StageCompute:
         """
         if self.optimizer is not None:
             async with self._alone():
-                # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
-                ask = functools.partial(self.optimizer.tracker.ask_others, FIRST_LOOK_SECONDS, reads=True)
-                await self._in_thread(ask)
-                await self._in_thread(self._catch_up)
+                await self._in_thread(functools.partial(self._take_over, self.optimizer))
             self.optimizer.tracker.announce()
 
     async def make_step(self) -> int:
@@ -617,13 +617,21 @@ class StageCompute:
         if optimizer is None:
             self._epoch += 1
             return self._epoch
-        if not isinstance(optimizer, DiLoCo):
-            # The step before may still be under way in the background.
-            wait = optimizer.state_averager.wait_for_jobs
-            await self._in_thread(functools.partial(wait, optimizer.options.averaging_timeout))
+        await self.end_step()
         async with self._alone():
             await self._in_thread(self._end_epoch)
         return self.epoch
+
+    async def end_step(self) -> None:
+        """Wait for the last step, if it is still made in the background."""
+        if isinstance(self.optimizer, Optimizer):
+            wait = self.optimizer.state_averager.wait_for_jobs
+            await self._in_thread(functools.partial(wait, self.optimizer.options.averaging_timeout))
+
+    async def flush(self) -> None:
+        """Make an inner step with all that waits for one, so that it is in the next step of the stage."""
+        if isinstance(self.optimizer, DiLoCo) and self._inner is not None and self._inner.samples:
+            await self._compute(BACKWARD, self._make_inner_step, self.optimizer, self._inner)
 
     async def go_to(self, step: int) -> None:
         """Take the label of a step without making those before it, because the state of the stage is lost."""
@@ -632,6 +640,17 @@ class StageCompute:
                 self._epoch = step
             else:
                 await self._in_thread(functools.partial(self.optimizer.go_to, step))
+
+    def _take_over(self, optimizer: StageOptimizer) -> None:
+        donor = optimizer.averager if isinstance(optimizer, DiLoCo) else optimizer.state_averager
+        if not self.epoch:  # others would take over parameters that nobody trains
+            donor.allow_state_sharing = False
+        # Records may be old. If only the donor of an old copy seemed to be ahead, this peer would take that.
+        optimizer.tracker.ask_others(FIRST_LOOK_SECONDS, reads=True)
+        self._catch_up()
+        if not self.epoch and optimizer.tracker.expected_members():
+            optimizer.load_state_from_peers()  # nobody is ahead at step 0, but each has made parameters of its own
+        donor.allow_state_sharing = not donor.client_mode
 
     def _catch_up(self) -> None:
         assert self.optimizer is not None
@@ -646,6 +665,7 @@ class StageCompute:
         while self.optimizer.local_epoch == epoch and not self.optimizer.end_epoch():
             if self._closing.wait(PAUSE_SECONDS):
                 return
+        self._catch_up()  # others may have made it without this peer, which can count nothing until it has their state
         self._changes += isinstance(self.optimizer, Optimizer) and not self.optimizer.options.mode.delays_step
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

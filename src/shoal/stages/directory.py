@@ -297,13 +297,10 @@ class StageDirectory:
         found = {peer: record for peer, (record, until) in self._others.get(stage, {}).items() if until > now}
         return found | ({self._p2p.peer_id: self._own[stage]} if stage in self._own else {})
 
-    def all_peers(self) -> dict[int, dict[PeerID, StageRecord]]:
-        """The peers of all stages, as they were when each stage was last read; see :meth:`read_all`."""
-        return {stage: self.peers_of(stage) for stage in range(self.count)}
-
-    async def read_all(self) -> None:
-        """Read all stages now, such as before a decision about who moves."""
+    async def read_all(self) -> dict[int, dict[PeerID, StageRecord]]:
+        """Read all stages now, such as before a decision about who moves; returns the peers of each."""
         await asyncio.gather(*[self.read(stage) for stage in range(self.count)])
+        return {stage: self.peers_of(stage) for stage in range(self.count)}
 
     async def read(self, stage: int) -> None:
         """Read the records of a stage now."""

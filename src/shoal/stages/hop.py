@@ -22,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -68,6 +69,8 @@ MOST_RESTS = 4
 # A microbatch that takes this many times as long as usual is given up. The weight of the newest one in what is usual.
 # Both are chosen.
 SLOW, ALPHA = 4.0, 0.1
+# Calls to one peer at a time. Chosen: each takes a connection, and other calls need some of MAX_DIALLED_PER_PEER, too.
+MOST_CALLS = 20
 # Heartbeats within the time after which a silent peer is given up.
 PULSES = 4
 
@@ -294,6 +297,8 @@ class Hop:
         self._now = asyncio.get_running_loop().time
         self.busy: Bounded[PeerID, float] = Bounded(MOST_MEASURED)
         """Until when peers have no room, as far as is known. No microbatch has to find that out again."""
+        self.calls: Counter[PeerID] = Counter()
+        """How many calls to each peer there are now."""
         # Peers that could not be called lately. No microbatch has to find that out again.
         first = patience.request_timeout
         self.rests = Backoffs(first, MOST_RESTS * first, asyncio.get_running_loop().time)
@@ -353,8 +358,8 @@ class Passage:
         self._sent_at = 0.0
         # Whether it was noted how long the peer took.
         self._is_noted = False
-        # Since when no peer could be asked; 0 if one was.
-        self._alone_since = 0.0
+        # Since when a peer has been looked for; and since when no peer could be asked. 0 if one is found.
+        self._looks_since = self._alone_since = 0.0
         # Until when peers are not asked again.
         self._rests: dict[PeerID, float] = {}
 
@@ -465,10 +470,11 @@ class Passage:
 
     async def _choose(self) -> PeerID:
         hop, pause = self._hop, PAUSE
+        self._looks_since = self._looks_since or self._now()
         while True:
             known, rests = hop.peers.peers_of(hop.stage), hop.rests
-            busy = {peer for peer in known if hop.busy.get(peer, 0.0) > self._now()}
-            resting = busy | {p for p in known if self._rests.get(p, 0.0) > self._now() or not rests.is_due(p)}
+            busy = {p for p in known if hop.busy.get(p, 0.0) > self._now() or hop.calls[p] >= MOST_CALLS}
+            resting = {p for p in known if self._rests.get(p, 0.0) > self._now() or not rests.is_due(p)}
             hinted, self._hinted = self._hinted, None
             if hinted is not None:
                 return PeerID(hinted)
@@ -476,7 +482,9 @@ class Passage:
             step, now = self._request.step - 1 if self._request.trains else None, get_dht_time()
             if self._is_stranded():
                 step = None
-            peer = choose(known, hop.measured, now=now, rng=hop.rng, step=step, excluded=resting)
+            how: dict[str, Any] = {"step": step, "excluded": resting, "busy": busy}
+            waited = self._now() - self._looks_since
+            peer = choose(known, hop.measured, now=now, rng=hop.rng, waited=waited, **how)
             if peer is not None:
                 if peer in hop.busy:  # one microbatch asks whether there is room now
                     hop.note_busy(peer)
@@ -513,6 +521,7 @@ class Passage:
     async def _attempt(self, peer: PeerID, *, anew: bool) -> None:
         hop = self._hop
         request = msgspec.structs.replace(self._request, stage=hop.stage, below=self._below)
+        hop.calls[peer] += 1
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(hop.patience.request_timeout):
@@ -522,10 +531,9 @@ class Passage:
                     if not isinstance(admission, Admission):
                         raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
                     if admission.code not in (Acceptance.ACCEPTED, Acceptance.KNOWN):
-                        with suppress(StreamClosedError):  # the callee has no more to say, and may have left the call
-                            await call.send_end()
+                        await call.send_end()
                         self._turn_away(admission)
-                self._is_admitted, self._alone_since = True, 0.0
+                self._is_admitted, self._looks_since, self._alone_since = True, 0.0, 0.0
                 hop.rests.succeed(peer)
                 self._note([peer.to_bytes(), *self._below], waits=False)
                 await stack.enter_async_context(lively(call, hop.patience.request_timeout))
@@ -537,6 +545,7 @@ class Passage:
                 raise
         finally:
             self._is_calling = False
+            hop.calls -= Counter([peer])  # those without calls are forgotten
 
     def _turn_away(self, admission: Admission) -> None:
         stage = self._hop.stage

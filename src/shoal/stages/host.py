@@ -67,8 +67,8 @@ T = TypeVar("T")
 
 # How many peers of each stage a driver tells that a step is over; these tell the rest (chosen: one may be dead).
 TOLD = 3
-# A peer that has microbatches for this many seconds is busy (chosen): others may be faster.
-SECONDS_OF_WORK = 0.5
+# A peer accepts what it does in this many seconds (chosen: tensors arrive in time).
+SECONDS_OF_WORK = 2.0
 # The pause before a step that failed is tried again, and before another look at what confirms a claim, in seconds
 # (chosen).
 STEP_PAUSE = 1.0
@@ -418,10 +418,14 @@ class StageHost:
             losses, grads = await self._measured(both, is_last=task.trains)
             self._has_samples |= task.trains
             return Result(losses, grads)
-        passage = await stack.enter_async_context(
-            self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
-        )
+        ahead = self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
+        # If others are computed before it, a place ahead would be empty for too long.
+        is_next = not self._pace.waiting
+        if is_next:
+            passage = await stack.enter_async_context(ahead)
         outputs = await self._measured(self.compute.forward(task, inputs, own), is_last=False)
+        if not is_next:
+            passage = await stack.enter_async_context(ahead)
         works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
         way.tell(is_on=True)
         del inputs
@@ -442,8 +446,14 @@ class StageHost:
             self._bound_waiting()
 
     def _bound_waiting(self) -> None:
-        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow."""
-        self.works.most_waiting = max(2, int(self._pace.rate * SECONDS_OF_WORK))
+        """Take no more than what is computed soon; a peer that has done none yet may turn out to be slow.
+
+        While one is computed, the next one is there; but not at peers that are slower than most of their stage: at the
+        end of a step, all would wait for them.
+        """
+        rate, others = self._pace.rate, self._peers.peers_of(self.stage).values()
+        is_slow = rate < median_low([each.rate for each in others] or [rate])
+        self.works.most_waiting = max(1 if is_slow else 2, 1 + int(rate * SECONDS_OF_WORK))
 
     async def _pass_door(self, way: RunningWork) -> None:
         """Wait until the step of a microbatch has begun here.
@@ -537,14 +547,15 @@ class StageHost:
     async def _make_steps(self) -> None:
         failed_at = -1
         while self._is_over():
-            if self.is_synchronous:
-                await self._finish_works(self.epoch)
+            # Otherwise they would count when they are too old.
+            await self._finish_works(self.epoch - (self._max_staleness or 0))
             before, lost_at = self.epoch, self._lost_at()
             over = max([self._closed, *(step for step, _ in self._claims.values())])
             is_anew = not before and not self._has_samples and not self._is_behind_mates()
             self._has_samples = False
             try:
-                if lost_at > before + 1:
+                # Without synchronous steps, the stages around may be further without any state being lost.
+                if lost_at > before + (1 if self._max_staleness is None else 2 + self._max_staleness):
                     await self.compute.go_to(lost_at)
                 else:
                     await self.compute.make_step()
@@ -581,7 +592,8 @@ class StageHost:
         return min(self._closed + 1, median_low(around)) if around else 0
 
     async def _finish_works(self, step: int) -> None:
-        """Wait until no microbatch of a step is under way. Their drivers are done, so only orphans can be left."""
+        """Wait until no microbatch of a step, or of one before, is under way. With synchronous steps, their drivers are
+        done, so only orphans can be left; otherwise those that take too long are dropped, too."""
         now, began = self._now, self._now()
         while self.works.holds(step) and now() - began < self._patience.request_timeout:
             await wait_at_most(self.changes.next, began + self._patience.request_timeout - now())
@@ -747,9 +759,10 @@ async def call_itself(p2p: P2P, handler: Callable[[Call, P2PContext], Awaitable[
         except ShoalError as e:
             with suppress(ShoalError):
                 await call.send_failure(CallFailure.of_error(e))
-        finally:
+        except BaseException:
             far.on_closed(None)
             far.close()
+            raise
 
     serving = asyncio.ensure_future(serve())
     far.on_closed(serving.cancel)

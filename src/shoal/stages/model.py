@@ -25,7 +25,7 @@ from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.errors import ReactorError
-from shoal.optim.options import check_run_id
+from shoal.optim.options import check_may_train, check_run_id
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
 from shoal.optim.setup.training_setup import OptimizerFactory
@@ -39,7 +39,7 @@ from shoal.stages.directory import StageDirectory, StageRecord
 from shoal.stages.driver import Brought, Driver, Steps, TrackedDrivers
 from shoal.stages.hop import Hop, Patience
 from shoal.stages.host import StageHost, StageService
-from shoal.stages.moving import finish, next_move, take_place
+from shoal.stages.moving import finish, next_move, take_place, wait_for_first
 from shoal.stages.placement import Move
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from shoal.stages.work import Works
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most microbatches at a stage peer, and of a driver by default. Chosen: each one takes a connection to the peer of
-# the next stage, of which there are MAX_DIALLED_PER_PEER.
-PLACES = MOST_IN_FLIGHT = 20
 # Seconds between two looks at what to declare of the own stages (chosen).
 DECLARE_SECONDS = 2.0
 # Seconds that a stage waits for the norms of others when it clips (chosen: as long as averaging may take).
@@ -132,6 +129,7 @@ class StagedModel(Facade):
 
     Raises:
         ValueError, TypeError: an option is impossible, or options contradict each other.
+        NotAMemberError: the run is private, and this peer's token does not allow to train.
         ReactorError: the DHT is shut down.
     """
 
@@ -168,6 +166,7 @@ class StagedModel(Facade):
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
+        check_may_train(dht)
         self.dht, self.run_id, self.stages = dht, run_id, list(stages)
         count = len(self.stages)
         if not count or not all(callable(each) and not isinstance(each, torch.nn.Module) for each in self.stages):
@@ -198,7 +197,7 @@ class StagedModel(Facade):
             inner_batch_size=inner_batch_size,
             optimizer_opts=optimizer_opts or {},
             patience=Patience(request_timeout, microbatch_timeout),
-            in_flight=in_flight or min(2 * count + 2, MOST_IN_FLIGHT),
+            in_flight=in_flight or 2 * count + 2,
             seed=random.getrandbits(48) if seed is None else seed,
         )
         wanted = _wanted_stages(stage, count)
@@ -525,13 +524,15 @@ class _Network:
         if options.clip_grad_norm is not None and optimizer is not None:
             norms = StageNorms(number, self.count, self.service.ask_norm, NORM_SECONDS)
             clip_by_global_norm(optimizer, options.clip_grad_norm, norms.gather)
+        if not compute.epoch:
+            await wait_for_first(self.directory, self.p2p.peer_id, number)
         await compute.join()
         host = StageHost(
             number,
             self.p2p.peer_id,
             self.directory,
             compute,
-            Works(PLACES, options.keep_outputs, options.patience.microbatch_timeout),
+            Works(options.keep_outputs, options.patience.microbatch_timeout),
             None if number + 1 == self.count else self._hop_to(number + 1),
             options.patience,
             norms=norms,
@@ -552,7 +553,7 @@ class _Network:
         """Finish what there is of a stage that this peer is about to leave; returns the samples that are lost."""
         host, compute = self.service.hosts[move.source], self._computes[move.source]
         patience = self.options.patience.microbatch_timeout
-        return await finish(self.directory, host, lambda: compute.samples, move, patience)
+        return await finish(self.directory, host, compute, move, patience)
 
     async def leave(self, number: int) -> None:
         """Hold a stage no more. Callers that still wait are told."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
 
 from shoal.base.clock import get_dht_time
 from shoal.base.tasks import wait_at_most
 from shoal.p2p import PeerID
+from shoal.stages.compute import StageCompute
 from shoal.stages.directory import LIFETIME, StageDirectory, StageRecord, seconds_between_looks
 from shoal.stages.host import StageHost
 from shoal.stages.placement import SETTLING_SECONDS, Move, may_move, move_of, rates_of, stage_for_newcomer
@@ -35,8 +35,7 @@ async def take_place(directory: StageDirectory, me: PeerID) -> int:
     """Choose the stage that a newcomer holds, and declare that it joins there; returns the stage."""
     declared, since = None, math.inf
     for _ in range(MOST_TURNS):
-        await directory.read_all()
-        stage = stage_for_newcomer(directory.all_peers(), me, since)
+        stage = stage_for_newcomer(await directory.read_all(), me, since)
         if stage == declared:
             break
         # Not before the reading: those that others have seen for longer come first.
@@ -51,6 +50,18 @@ async def take_place(directory: StageDirectory, me: PeerID) -> int:
     return declared
 
 
+async def wait_for_first(directory: StageDirectory, me: PeerID, stage: int) -> None:
+    """If nobody serves a stage yet, wait for the peer that joined it first: all others begin with its parameters."""
+    since, until = directory.peers_of(stage)[me].since, get_dht_time() + LIFETIME
+    while get_dht_time() < until:
+        await directory.read(stage)
+        others = {peer: record for peer, record in directory.peers_of(stage).items() if peer != me}
+        earlier = [peer for peer, record in others.items() if (record.since, peer) < (since, me) and record.is_joining]
+        if any(record.serves for record in others.values()) or not earlier:
+            return
+        await asyncio.sleep(PAUSE_OF_NEWCOMER)
+
+
 async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move | None:
     """Find out whether this peer moves to another stage, by the step with this number.
 
@@ -60,16 +71,14 @@ async def decide_move(directory: StageDirectory, me: PeerID, step: int) -> Move 
     Args:
         step: the same at all peers, such as the number of the present period.
     """
-    await directory.read_all()
-    move = move_of(directory.all_peers(), step)
+    move = move_of(await directory.read_all(), step)
     if move is None or move.peer != me:
         return None
     since = get_dht_time()
     await directory.mark(move.source, serves_auto=True, moves_to=move.target, since=since)
     while get_dht_time() < since + LIFETIME:
         await asyncio.sleep(PAUSE_OF_MOVER)
-        await directory.read_all()
-        if not may_move(directory.all_peers(), move, step):
+        if not may_move(await directory.read_all(), move, step):
             break
         others = [record for peer, record in directory.peers_of(move.source).items() if peer != me]
         if any(each.serves and each.moves_to is None and each.time > since for each in others):
@@ -91,37 +100,36 @@ async def next_move(directory: StageDirectory, me: PeerID, every: float, rng: ra
     pause, decided = min(seconds_between_looks(directory.count), period / 2), get_dht_time() // period
     while True:
         await asyncio.sleep(pause * rng.uniform(0.5, 1.5))
-        await directory.read_all()
+        rates = rates_of(await directory.read_all())
         step = get_dht_time() // period
-        if step > decided or not all(rates_of(directory.all_peers()).values()):
+        if step > decided or not all(rates.values()):
             decided = step
             if move := await decide_move(directory, me, int(step)):
                 return move
 
 
-async def finish(
-    directory: StageDirectory, host: StageHost, samples: Callable[[], int], move: Move, patience: float
-) -> int:
+async def finish(directory: StageDirectory, host: StageHost, compute: StageCompute, move: Move, patience: float) -> int:
     """Finish what a peer has that is about to leave its stage: the microbatches under way, and then the step to which
     its gradients belong.
 
     No step can be made while a stage has no peer. So a peer that moves to such a stage does not wait for one.
 
     Args:
-        host: of the stage that it leaves.
-        samples: tells how many samples wait for the next step.
+        host, compute: of the stage that it leaves.
         patience: the seconds that a microbatch may take.
 
     Returns:
         The samples whose gradients are lost.
     """
-    peers = directory.all_peers()
-    is_urgent = not any(record.serves for record in peers[move.target].values())
+    is_urgent = not any(record.serves for record in directory.peers_of(move.target).values())
     host.is_leaving = True
     await directory.declare(host.record())
     await host.drain(0.0 if is_urgent else patience)
     epoch, now = host.epoch, asyncio.get_running_loop().time
     until = now() + (0.0 if is_urgent else STEP_SECONDS)
-    while samples() and host.epoch == epoch and now() < until:
+    await compute.flush()
+    while compute.samples and host.epoch == epoch and now() < until:
         await wait_at_most(host.changes.next, until - now())
-    return samples() if host.epoch == epoch else 0
+    if not is_urgent:
+        await compute.end_step()
+    return compute.samples

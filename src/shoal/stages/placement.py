@@ -66,14 +66,12 @@ def _speeds(peers: Peers, ignored: Collection[PeerID] = ()) -> dict[int, dict[Pe
     speeds = {stage: dict[PeerID, float]() for stage in peers}
     for stage, records in peers.items():
         for peer, record in records.items():
-            target: int | None = stage
-            if is_settling(record):
-                if record.is_joining:
-                    target = None if peer in ignored else stage
-                else:
-                    target = stage if peer in ignored else record.moves_to
-            elif not record.serves:
-                target = None
+            if not is_settling(record):
+                target = stage if record.serves else None
+            elif record.is_joining:
+                target = None if peer in ignored else stage
+            else:
+                target = stage if peer in ignored else record.moves_to
             if target in speeds:
                 speeds[target][peer] = record.rate or usual
     return speeds

@@ -76,7 +76,8 @@ class Door(NamedTuple):
         if self.max_staleness is None:
             is_late, is_behind = step < self.epoch or step <= self.closed, step > self.epoch + 1
         else:
-            is_late, is_behind = step < self.epoch - self.max_staleness, step > self.epoch + self.max_staleness + 1
+            soon = self.epoch + (self.closed >= self.epoch)  # when it counts, the step may have been made
+            is_late, is_behind = step < soon - self.max_staleness, step > self.epoch + self.max_staleness + 1
         return Acceptance.LATE if is_late else Acceptance.BEHIND if is_behind else Acceptance.ACCEPTED
 
 
@@ -106,14 +107,13 @@ class Works:
     """The works of one stage.
 
     Args:
-        places: the most works that are under way, or whose results wait for callers. Each takes a connection.
         max_bytes: the most memory for all of them. A single work may take more.
         patience: seconds for which a work without callers is kept.
     """
 
-    def __init__(self, places: int, max_bytes: int, patience: float) -> None:
-        self.places, self.max_bytes, self.patience = places, max_bytes, patience
-        self.most_waiting = places
+    def __init__(self, max_bytes: int, patience: float) -> None:
+        self.max_bytes, self.patience = max_bytes, patience
+        self.most_waiting = 2
         """The most works whose forward pass is not done. Others would be done sooner elsewhere."""
         self.is_last = False
         """Whether this is the last stage, which computes both ways in one pass."""
@@ -136,16 +136,12 @@ class Works:
     @property
     def room(self) -> int:
         """How many more works would be accepted now."""
-        waiting = further = 0
-        for work in self._works.values():
-            if work.phase in (Phase.RESERVED, Phase.FORWARD) or (self.is_last and work.phase is Phase.BACKWARD):
-                waiting += 1
-            elif work.phase in (Phase.WAITING, Phase.BACKWARD) or (work.phase is Phase.DONE and work.callers):
-                further += 1
         # Results that nobody fetches, because a driver is dead, do not keep all others out.
         is_idle = all(work.phase in (Phase.DONE, Phase.FAILED) for work in self._works.values())
-        has_memory = is_idle or self.nbytes + self._largest <= self.max_bytes
-        return max(0, min(self.places - further, self.most_waiting) - waiting) if has_memory else 0
+        if not is_idle and self.nbytes + self._largest > self.max_bytes:
+            return 0
+        phases = {Phase.RESERVED, Phase.FORWARD} | ({Phase.BACKWARD} if self.is_last else set())
+        return max(0, self.most_waiting - sum(work.phase in phases for work in self._works.values()))
 
     def holds(self, step: int) -> bool:
         """Whether a microbatch of this step, or of an earlier one, is under way and will count here."""

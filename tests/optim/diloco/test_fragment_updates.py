@@ -470,6 +470,21 @@ def test_too_old_a_contribution_does_not_count():
     assert a.updates.begin(0).weight == 0.0
 
 
+def test_work_after_a_pause_is_not_old(caplog):
+    """A peer without steps in some slots follows the others, and has nothing that could become old."""
+    a, b = Peer(A), Peer(B)
+    for slot in range(6):
+        a.train()
+        make_round(slot, a, b)
+        assert torch.equal(a.model, b.model)
+    a.train()
+    b.train()
+    (of_a, of_b), _ = make_round(6, a, b)
+    assert (of_a.staleness, of_b.staleness) == (0, 0)
+    assert of_b.contributed
+    assert "are lost" not in caplog.text
+
+
 def test_a_newcomer_counts_after_half_a_slot():
     a = Peer(A)
     a.train(2)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.base.logs import counted
-from shoal.cli import add_option, value, whole
+from shoal.base.closeable import options_from
+from shoal.base.logs import counted, size
+from shoal.cli import add_option, scaled, value, whole
 from shoal.cli.plan import arithmetic
 from shoal.cli.plan.arithmetic import Estimate, Situation, guess_layers, guess_width, improve, methods, recommend
 
@@ -21,10 +22,9 @@ cards compute. Recommends one. Connects to nobody.
 """
 WIDTH = 100
 # Chosen: a step of a million tokens, and about a third of what a fast card of a desktop computes at its peak.
-TOKENS, SEQUENCE, TERAFLOPS, ROUND_TRIP = 2**20, 2048, 40.0, 60.0
+TOKENS, SEQUENCE, FLOPS, ROUND_TRIP = 2**20, 2048, 40e12, 0.06
 STAGES = ("stages, Optimizer", "stages, DiLoCo")
 WELL_USED = 0.5  # chosen: with a lower share of time computing, the command looks for a change that helps
-UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 MEASURED = (
     f"an all-reduce takes {arithmetic.LINE_FACTOR} × the least time that the lines allow (benchmarks/wan.py), and "
     f"{arithmetic.ROUND_SECONDS} s (shoal demo) and {arithmetic.ROUND_TRIPS} round trips more",
@@ -41,37 +41,34 @@ ASSUMED = (
 )
 
 
-def _number(text: str) -> float:
-    factor = UNITS.get(text[-1:].upper())
-    return float(text) if factor is None else float(text[:-1]) * factor
-
-
-def _positive(what: str) -> Callable[[str], float]:
-    return value(what, float, lambda number: 0 < number < math.inf)
+def _positive(what: str, unit: float = 1.0) -> Callable[[str], float]:
+    """A ``type`` for positive numbers of a unit, which become bytes, seconds, or FLOP."""
+    return value(what, lambda text: float(text) * unit, lambda number: 0 < number < math.inf)
 
 
 def add_parser(subparsers: Any) -> None:
     """Add ``plan`` to the subcommands."""
     parser = subparsers.add_parser("plan", help="find out which way to train fits", description=DESCRIPTION)
     peers, count = whole("a number from 2 on", 2, 2**40), whole("a number from 1 on", 1, 2**40)
-    size = value("a number of parameters, such as 7e9 or 350M", _number, lambda number: 1 <= number < 1e15)
-    parser.add_argument("--parameters", type=size, required=True, metavar="N", help="of the model, such as 7e9 or 350M")
+    parameters = value("a number of parameters, such as 7e9 or 350M", scaled, lambda number: 1 <= number < 1e15)
+    of_model = "of the model, such as 7e9 or 350M"
+    parser.add_argument("--parameters", type=parameters, required=True, metavar="N", help=of_model)
     parser.add_argument("--peers", type=peers, required=True, metavar="N", help="that train together")
-    speed = _positive("megabits per second, such as 50")
+    speed = _positive("megabits per second, such as 50", 1e6 / 8)
     parser.add_argument("--uplink", type=speed, required=True, metavar="MBIT", help="of the slowest peer, in Mbit/s")
     parser.add_argument("--downlink", type=speed, metavar="MBIT", help="in Mbit/s (default: as the uplink)")
-    trip = value("milliseconds, such as 60", float, lambda number: 0 <= number < math.inf)
-    add_option(
-        parser, "round-trip", type=trip, default=ROUND_TRIP, metavar="MS", help="between peers (default: %(default)g)"
-    )
-    gigabytes = _positive("gigabytes, such as 16")
+    trip = value("milliseconds, such as 60", lambda text: float(text) / 1e3, lambda number: 0 <= number < math.inf)
+    of_trip = f"between peers (default: {1e3 * ROUND_TRIP:g})"
+    add_option(parser, "round-trip", type=trip, default=ROUND_TRIP, metavar="MS", help=of_trip)
+    gigabytes = _positive("gigabytes, such as 16", 1e9)
     parser.add_argument("--memory", type=gigabytes, required=True, metavar="GB", help="of a card")
-    parser.add_argument("--ram", type=gigabytes, metavar="GB", help="of a machine, beside its cards (default: enough)")
+    of_ram = "of a machine, beside its cards (default: enough)"
+    parser.add_argument("--ram", type=gigabytes, default=math.inf, metavar="GB", help=of_ram)
     parser.add_argument("--cards", type=count, default=1, metavar="N", help="of each peer (default: 1)")
     speeds = parser.add_mutually_exclusive_group()
-    flops = _positive("TFLOP/s, such as 40")
-    help_of_flops = f"what a card really computes, not its peak (default: {TERAFLOPS:g})"
-    speeds.add_argument("--flops", type=flops, metavar="TFLOPS", help=help_of_flops)
+    flops = _positive("TFLOP/s, such as 40", 1e12)
+    of_flops = f"what a card really computes, not its peak (default: {FLOPS / 1e12:g})"
+    speeds.add_argument("--flops", type=flops, metavar="TFLOPS", help=of_flops)
     add_option(
         speeds,
         "tokens-per-second",
@@ -86,7 +83,8 @@ def add_parser(subparsers: Any) -> None:
     layers = whole("a number of layers, at most 9999", 1, 10_000)
     parser.add_argument("--layers", type=layers, metavar="N", help="of the model (default: guessed)")
     parser.add_argument("--width", type=count, metavar="N", help="of the model (default: guessed)")
-    parser.add_argument("--boundary", type=count, metavar="N", help="width between stages with a LowRankBoundary")
+    of_boundary = "width between stages with a LowRankBoundary"
+    parser.add_argument("--boundary", type=count, default=0, metavar="N", help=of_boundary)
     bits = value("32, 16, 8 or 4", int, lambda number: number in (32, 16, 8, 4))
     add_option(parser, "activation-bits", type=bits, default=8, metavar="N", help="between stages: 32, 16, 8 or 4")
     add_option(parser, "sync-every", type=count, default=100, metavar="N", help="steps of DiLoCo between two exchanges")
@@ -112,27 +110,19 @@ def situation_of(arguments: argparse.Namespace) -> Situation:
     batch = arguments.batch or max(1, TOKENS // arguments.sequence, arguments.peers)
     if batch < arguments.peers:
         raise ValueError(f"--batch {batch} is less than a sample for each of {arguments.peers} peers: raise it")
-    if arguments.boundary is not None and arguments.boundary > width:
+    if arguments.boundary > width:
         raise ValueError(f"--boundary {arguments.boundary} is wider than the model, which is {width} wide: lower it")
-    flops = (arguments.flops or TERAFLOPS) * 1e12
+    flops = arguments.flops or FLOPS
     if arguments.tokens_per_second:
         flops = arguments.tokens_per_second * arithmetic.FLOP * parameters
-    return Situation(
-        parameters=parameters,
+    return options_from(
+        Situation,
+        vars(arguments),
         layers=layers,
         width=width,
-        sequence=arguments.sequence,
         batch=batch,
-        peers=arguments.peers,
-        cards=arguments.cards,
-        memory=arguments.memory * 1e9,
         flops=flops,
-        uplink=arguments.uplink * 1e6 / 8,
-        downlink=(arguments.downlink or arguments.uplink) * 1e6 / 8,
-        round_trip=arguments.round_trip / 1e3,
-        ram=math.inf if arguments.ram is None else arguments.ram * 1e9,
-        sync_every=arguments.sync_every,
-        boundary=arguments.boundary or 0,
+        downlink=arguments.downlink or arguments.uplink,
         activation_bits=4.25 if arguments.activation_bits == 4 else arguments.activation_bits,
     )
 
@@ -143,15 +133,6 @@ def words(number: float) -> str:
         if number >= 0.9995 * factor:
             return f"{number / factor:.3g} {unit}"
     return f"{number:.0f}"
-
-
-def size(count: float) -> str:
-    """A number of bytes, with three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
 
 
 def span(seconds: float) -> str:

@@ -424,7 +424,7 @@ class FragmentUpdates:
                 self._merge(message, flight.steps_since)
             else:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
-                self.contribution.age += 1
+                self.contribution.miss(1)
         self.flight = None
         return OuterRound(
             flight.slot,
@@ -514,7 +514,7 @@ class FragmentUpdates:
             self.journal.adopt(theirs, keep_inbox=follows)
             if follows:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
-                self.contribution.age += theirs[-1].version - own[-1].version
+                self.contribution.miss(theirs[-1].version - own[-1].version)
                 self._unsure = None
             else:
                 self.reset_model()
@@ -597,7 +597,7 @@ class FragmentUpdates:
                 own.effort, own.age = own.effort - unsure.message.effort, 0
         elif own.effort.steps:
             shift(self.fragment, self.fragment.rounded(self.state.values), outer)
-            own.age += 1
+            own.miss(1)
         else:
             self.fragment.write(self.state.values)
 

@@ -121,6 +121,10 @@ class Contribution:
         if samples:
             self.effort += Effort(1, samples)
 
+    def miss(self, versions: int) -> None:
+        """The outer parameters have advanced by this many versions without this work, if there is any."""
+        self.age += versions if self.effort.steps else 0
+
     @torch.no_grad()
     def write(self, vector: torch.Tensor, factor: float = 1.0) -> torch.Tensor | None:
         """Make a message of a difference. Nothing else changes until the message has counted.
