@@ -391,7 +391,7 @@ class StageCompute:
     ) -> list[torch.Tensor | None]:
         are_same = kept.parameters == self._parameters_now()
         if kept.outputs is not None and are_same:
-            has_gradients = self._go_back(task, kept.outputs, output_grads)
+            self._go_back(task, kept.outputs, output_grads)
         else:
             kept.drop_graph()
             with self._keeping_buffers(), torch.enable_grad():
@@ -402,10 +402,10 @@ class StageCompute:
                         "another thread of this process draws from torch's random generator: give it a torch.Generator "
                         "of its own. Or the module has other random numbers: give the stage a larger keep_graphs"
                     )
-                has_gradients = self._go_back(task, outputs, output_grads)
+                self._go_back(task, outputs, output_grads)
         is_full = any(each.outputs is None for each in [*self._kept.values()])
         kept.drop_graph()
-        self._count(task, has_gradients)
+        self._count(task)
         if is_full and self.device.type == "cpu":
             give_memory_back()
         return _gradients_of(kept.inputs)
@@ -430,15 +430,17 @@ class StageCompute:
                 f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}"
             )
         self._forget_gradients()
+        if self._trained and not losses.requires_grad:
+            raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
         if losses.requires_grad:
             torch.autograd.backward(losses.mean())
-        self._count(task, losses.requires_grad)
+        self._count(task)
         return losses.detach(), _gradients_of(inputs)
 
     def _go_back(
         self, task: StageTask, outputs: list[torch.Tensor], output_grads: Sequence[torch.Tensor | None]
-    ) -> bool:
-        """Backward pass from the outputs. Returns whether any of them has a gradient.
+    ) -> None:
+        """Backward pass from the outputs.
 
         Raises:
             MicrobatchError: the gradients do not fit them, or are not finite.
@@ -458,11 +460,12 @@ class StageCompute:
         if first_not_finite([grad for _, grad in pairs]) is not None:
             raise MicrobatchNotFiniteError(f"a gradient of the outputs of microbatch {task.sequence} is not finite")
         self._forget_gradients()
+        if self._trained and not pairs:
+            raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        return bool(pairs)
 
-    def _count(self, task: StageTask, has_gradients: bool) -> None:
+    def _count(self, task: StageTask) -> None:
         """Count the gradients of a microbatch.
 
         Raises:
@@ -476,10 +479,6 @@ class StageCompute:
             if first_not_finite(grads) is not None:
                 raise MicrobatchNotFiniteError(
                     f"gradients of microbatch {task.sequence} are not finite in stage {self.number}"
-                )
-            if not grads and not has_gradients:
-                raise MicrobatchError(
-                    f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}"
                 )
             if not grads:
                 # The loss of this one does not depend on them. Its samples count in the mean, as in all other stages.
