@@ -486,7 +486,7 @@ class _Network:
         await self.service.close(self.options.patience.request_timeout)
         # At the same time: a step that is being made ends only with its optimizer.
         hosts, computes = [*self.service.hosts.values()], [*self._computes.values()]
-        await asyncio.gather(*(each.close() for each in (*hosts, *computes)))
+        await asyncio.gather(*(each.close() for each in hosts), *(each.close() for each in computes))
 
     def _hop_to(self, stage: int) -> Hop:
         codec = EXACT if stage == 0 else self.options.compression[stage - 1]
