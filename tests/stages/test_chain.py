@@ -16,7 +16,7 @@ import torch
 from shoal.errors import MicrobatchError
 from shoal.p2p import Call, P2PContext
 from shoal.stages.directory import LIFETIME
-from shoal.stages.hop import Admission, FailureCause, StageFailure, StageReply
+from shoal.stages.hop import Admission, FailureCause, Request, StageFailure, StageOutcome, StageReply
 from shoal.stages.host import call_itself
 from shoal.stages.work import Acceptance
 from shoal.testing import Link, run
@@ -422,7 +422,7 @@ def test_losses_that_are_not_finite_drop_a_microbatch() -> None:
         await grid(chain, 1)
         driver = await chain.add_driver()
         machine = chain.drivers[0][0]
-        with pytest.raises(MicrobatchError, match=r"the microbatch was dropped: .*not finite"):
+        with pytest.raises(MicrobatchError, match="the microbatch was dropped: not 1 finite losses"):
             await machine.run(driver.carry(torch.ones(1, 2), torch.tensor([float("nan")])))
         assert chain.metric("microbatches_dropped") == {"not finite": 1}
         assert None not in await chain.drive(driver, range(1, 5))
@@ -463,6 +463,59 @@ def test_a_peer_may_hold_several_stages_and_drive() -> None:
         assert [set(each) for each in chain.extras[2]] == [{"weight"}] * 16
         assert chain.hosts[0][1].record().room > 0
         assert len(computes) == STAGES
+
+    run(main())
+
+
+def test_microbatches_that_come_while_their_step_is_made_go_to_the_next_one() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        await grid(chain, 1)
+        driver = await chain.add_driver()
+        await chain.drive(driver, range(1, 5))
+        for _, host, _ in chain.hosts:  # another driver has said so, and is gone
+            host.close_step(0, chain.p2ps[-1].peer_id)
+        assert None not in await chain.drive(driver, range(5, 9))
+        chain.check_counts(8)
+        assert driver.steps.step == 1
+        assert chain.metric("microbatches_resent")["late"] <= 4
+
+    run(main())
+
+
+def test_results_for_a_dead_driver_do_not_fill_a_stage() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=10**6)
+        await grid(chain, 1)
+        for _, host, _ in chain.hosts:
+            host.works.max_bytes = 1
+        first, second = await chain.add_driver(), await chain.add_driver()
+        driving = asyncio.ensure_future(chain.drive(first, range(1, 5)))
+        await asyncio.sleep(3.5 * PASS_SECONDS)
+        chain.drivers[0][0].crash()
+        with pytest.raises(Exception, match="died"):
+            await driving
+        began = now()
+        assert None not in await chain.drive(second, range(5, 13))
+        assert now() - began < PATIENCE.microbatch_timeout / 2
+
+    run(main())
+
+
+def test_nothing_is_kept_of_a_failure_that_is_asked_for_too_late() -> None:
+    async def main() -> None:
+        chain = Chain(STAGES)
+        await grid(chain, 1)
+        host, peer = chain.hosts[0][1], chain.p2ps[0].peer_id
+        request = Request(driver=b"driver", sequence=1, step=0, seed=0, samples=1, trains=True)
+        _, way = host._admit(request, peer)
+        assert way is not None
+        host.works.receive(way.work, 1)
+        host._leave(way, is_served=False)
+        host._fail(way, StageOutcome(FailureCause.FAILED))
+        host._closed = 0
+        assert host._admit(request, peer) == (Acceptance.LATE, None)
+        assert not host._ways
 
     run(main())
 

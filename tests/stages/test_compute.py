@@ -544,6 +544,45 @@ class Gated(nn.Module):
         return {"gate": gate, "x": self.dropout(self.linear(x)) * gate * scale}
 
 
+class Skipping(nn.Linear):
+    """Skips its layer for some microbatches."""
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        return x if skips else super().forward(x)
+
+
+async def test_microbatches_that_use_no_parameter_count(make_dhts):
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), Skipping(WIDTH, WIDTH).to(chosen_device())
+    async with Peers() as peers:
+        stage = await peers.add(dht, 2, module, {"optimizer": SGD})
+        for number, skips in enumerate((True, False)):
+            task = microbatch(number)
+            await stage.forward(task, torch.ones(SAMPLES, WIDTH).requires_grad_(), {"skips": skips})
+            [grad] = await stage.backward(task, [torch.ones(SAMPLES, WIDTH)])
+            assert grad is not None
+        assert stage.samples == 2 * SAMPLES, "as in a single process, they count in the mean"
+
+
+class Complex(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.complex(y, 2 * y)
+
+
+@on_cpu_only
+@pytest.mark.parametrize("keep_graphs", [2**20, 0], ids=["kept", "repeated"])
+async def test_complex_outputs_have_gradients(make_dhts, keep_graphs):
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), Complex(WIDTH, WIDTH)
+    async with Peers() as peers:
+        stage, task = await peers.add(dht, 2, module, {"optimizer": SGD}, keep_graphs=keep_graphs), microbatch(0)
+        x = torch.randn(SAMPLES, WIDTH).requires_grad_()
+        outputs = await stage.forward(task, x)
+        assert outputs.requires_grad
+        grad = torch.randn(SAMPLES, WIDTH, dtype=torch.complex64)
+        found = await stage.backward(task, [grad])
+    torch.testing.assert_close(found, [*torch.autograd.grad(module(x), x, grad)])
+
+
 @on_cpu_only  # the fake device has neither the types nor a compiler
 @pytest.mark.parametrize("keep_graphs", [2**20, 0], ids=["kept", "repeated"])
 @pytest.mark.parametrize(

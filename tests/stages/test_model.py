@@ -14,7 +14,8 @@ from torch import nn
 import shoal
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import Token
-from shoal.errors import MicrobatchError, NotAMemberError
+from shoal.base.reactor import in_thread
+from shoal.errors import MicrobatchError, NotAMemberError, ReactorError
 from shoal.optim import options
 from shoal.stages import model
 from shoal.stages.compute import StageCompute, seeded
@@ -170,6 +171,44 @@ def test_gradients_reach_what_comes_before_the_stages(make_dhts, make_peer):
         (model(first(inputs), labels, {1: {"scale": scale}}) * torch.arange(6)).sum().backward()
     with torch.no_grad():
         assert not model(first(inputs), labels, {1: {"scale": scale}}).requires_grad
+
+
+def test_shutdown_ends_what_others_wait_for(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, None, WIDE)
+    words, labels = data(1)[0]
+    uses = (lambda: model(words, labels), lambda: list(model.train(data(9))), lambda: list(model.evaluate(data(9))))
+    waiting = [in_thread(use) for use in uses]
+    wait_until(lambda: model._driver is not None and len(model._portal._pending) >= 3, "all wait for a peer")
+    model.shutdown()
+    for each in waiting:
+        with pytest.raises(ReactorError, match=r"(was|is) shut down"):
+            each.result(10)
+
+
+def test_nothing_is_started_after_shutdown(make_dhts, make_peer):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, 0, WIDE)
+    model.shutdown()
+    with pytest.raises(ReactorError, match="is shut down"):
+        model.train([])
+    assert model._tracker is None
+
+
+def test_shutdown_waits_for_no_step(make_dhts, make_peer):
+    dhts = make_dhts(3)
+    options = {"optimizer_opts": {"matchmaking_time": 2.0, "averaging_timeout": 50.0}, "target_batch_size": 10**6}
+    first, second, driver = (
+        make_peer(dht, stage, WIDE[-1:], **options) for dht, stage in zip(dhts, [0, 0, None], strict=True)
+    )
+    list(driver.train([(torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)) for _ in range(16)]))
+    frozen = second._network.service.hosts[0]
+    frozen._is_over = lambda: False  # it takes part in no step
+    host = first._network.service.hosts[0]
+    first._portal.reactor.loop.call_soon_threadsafe(host.close_step, 0, dhts[2].peer_id)
+    wait_until(lambda: host._stepping is not None, "it makes a step")
+    closing = in_thread(first.shutdown)
+    closing.result(15)
 
 
 def test_newcomers_take_the_stages_that_nobody_holds(make_dhts, make_peer):
@@ -336,6 +375,14 @@ def test_impossible_options_are_refused(make_dhts, make_peer, options, why):
         make_peer(dht, options.pop("stage"), options.pop("stages"), **options)
 
 
+@pytest.mark.parametrize("stage", [1, "auto"])
+def test_a_peer_that_others_cannot_call_holds_no_stage(make_dhts, make_peer, stage):
+    _, dht = make_dhts(2, clients=1)
+    with pytest.raises(ValueError, match="leave out client_mode, or stage=None"):
+        make_peer(dht, stage, WIDE)
+    assert make_peer(dht, None, WIDE).held == []
+
+
 def test_impossible_microbatches_are_refused(make_dhts, make_peer):
     (dht,) = make_dhts(1)
     model = make_peer(dht, None, WIDE)
@@ -378,3 +425,12 @@ def test_single_microbatches_may_fail(make_dhts, make_peer):
     bad = {1: {"scale": torch.tensor(float("nan"))}}
     batches = [(*each, bad if number % 3 else {}) for number, each in enumerate(data(24))]
     assert len(list(model.train(batches))) == 8
+
+
+def test_the_last_step_is_made_when_a_loop_has_ended(make_dhts, make_peer):
+    """The program may save the model then, or end its peer."""
+    dhts = make_dhts(2)
+    peers = [make_peer(dht, stage, [WIDE[0], functools.partial(Last, WIDTH)]) for stage, dht in enumerate(dhts)]
+    for steps in (1, 2):
+        assert len(list(peers[0].train(data(MICROBATCHES)))) == MICROBATCHES
+        assert peers[0].local_epoch == steps

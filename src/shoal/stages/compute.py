@@ -193,6 +193,10 @@ def _differ(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
     return not all(bool((a - b).abs().max() <= ROUNDING * a.abs().max()) for a, b in pairs if len(a))
 
 
+def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
 def _gradients_of(inputs: Any) -> list[torch.Tensor | None]:
     """The gradients of inputs, which need no second copy beside them."""
     leaves = tensors_of(inputs)
@@ -426,6 +430,8 @@ class StageCompute:
                 f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}"
             )
         self._forget_gradients()
+        if self._trained and not losses.requires_grad:
+            raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
         if losses.requires_grad:
             torch.autograd.backward(losses.mean())
         self._count(task)
@@ -445,7 +451,7 @@ class StageCompute:
         for number, (output, grad) in enumerate(zip(outputs, output_grads, strict=True)):
             if grad is None or not output.requires_grad:
                 continue
-            if grad.shape != output.shape or not grad.is_floating_point():
+            if grad.shape != output.shape or _kind(grad) != _kind(output):
                 raise MicrobatchError(
                     f"the gradient of output {number} of stage {self.number} is {grad.dtype} of shape "
                     f"{tuple(grad.shape)}, expected {tuple(output.shape)}"
@@ -454,6 +460,8 @@ class StageCompute:
         if first_not_finite([grad for _, grad in pairs]) is not None:
             raise MicrobatchNotFiniteError(f"a gradient of the outputs of microbatch {task.sequence} is not finite")
         self._forget_gradients()
+        if self._trained and not pairs:
+            raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
@@ -468,14 +476,13 @@ class StageCompute:
             return
         try:
             grads = [p.grad for p in self._trained if p.grad is not None]
-            if not grads:
-                raise MicrobatchError(
-                    f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}"
-                )
             if first_not_finite(grads) is not None:
                 raise MicrobatchNotFiniteError(
                     f"gradients of microbatch {task.sequence} are not finite in stage {self.number}"
                 )
+            if not grads:
+                # The loss of this one does not depend on them. Its samples count in the mean, as in all other stages.
+                self._trained[0].grad = torch.zeros_like(self._trained[0])
             if isinstance(optimizer, DiLoCo):
                 assert self._inner is not None
                 self._inner.add(samples)
@@ -526,7 +533,10 @@ class StageCompute:
     def _detached(self, outputs: Any, *, may_need_grads: bool = False) -> Any:
         """Outputs without their graph. If they have none, it is not known which of them need gradients."""
         form, tensors = form_of(outputs)
-        needs = [each.requires_grad or (may_need_grads and each.is_floating_point()) for each in tensors]
+        needs = [
+            each.requires_grad or (may_need_grads and (each.is_floating_point() or each.is_complex()))
+            for each in tensors
+        ]
         return with_form(form, [each.detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)])
 
     def _parameters_now(self) -> object:

@@ -120,6 +120,7 @@ class Steps:
         self._told = 0
         # Whether all drivers have come to this step.
         self._has_begun = False
+        self._telling: asyncio.Task[None] | None = None
         self._changes = Changes()
         self._turn = asyncio.Lock()  # microbatches begin in the order in which they come
         self._tasks = BackgroundTasks(logger, "the steps of this driver")
@@ -157,11 +158,17 @@ class Steps:
         if not self._has_begun and (not self._is_synchronous or all(each.step >= self.step for each in others)):
             self._has_begun = True
             if self.step:
-                self._tasks.spawn(self._tell_closed(self.step - 1))
+                self._telling = self._tasks.spawn(self._tell_closed(self.step - 1))
         self._changes.note()
 
     async def _tell_closed(self, step: int) -> None:
         await self._close(step)
+
+    async def settle(self) -> int:
+        """Wait until stages are told of the steps that are over for all drivers; returns the first that is not."""
+        if self._telling is not None:
+            await asyncio.wait([self._telling])
+        return self.step if self._has_begun else self.step - 1
 
     async def begin(self, samples: int) -> int:
         """Begin a microbatch, as soon as there is room in a step; returns the step. Call :meth:`end` afterwards."""

@@ -104,7 +104,7 @@ class Admission(StageReply, tag=1):
 
     code: Acceptance
     epoch: Count
-    """The step whose parameters the callee has."""
+    """The first step that is not over at the callee."""
 
 
 class News(StageReply, tag=2):

@@ -230,6 +230,11 @@ class StageHost:
         """Whether each microbatch meets the parameters of its own step."""
         return self._max_staleness is None
 
+    @property
+    def _next_step(self) -> int:
+        """The first step that is not over. The step before it may still be made."""
+        return max(self.epoch, self._closed + 1)
+
     def record(self, **more: Any) -> StageRecord:
         """What others should know of this peer."""
         return StageRecord(
@@ -267,7 +272,7 @@ class StageHost:
         code, way = self._admit(request, caller)
         is_served = False
         try:
-            await call.send(Admission(code=code, epoch=self.epoch), end=way is None)
+            await call.send(Admission(code=code, epoch=self._next_step), end=way is None)
             if way is None:
                 return
             async with lively(call, self._patience.request_timeout):
@@ -295,6 +300,7 @@ class StageHost:
         if code is Acceptance.BEHIND:
             self.close_step(request.step - 1, caller)  # making the steps between brings this peer to the others
         if work is None:
+            self._ways.pop(identity, None)  # one that has failed, if any
             return code, None
         way = self._ways.get(identity)
         if way is None or way.work is not work:
@@ -466,7 +472,8 @@ class StageHost:
                 await change.wait()
             way.tell(waits=False)
         if Door(self.epoch, self._closed, self._max_staleness).verdict(step) is Acceptance.LATE:
-            raise StageFailure(FailureCause.LATE, f"stage {self.stage} is at step {self.epoch}", self.epoch)
+            step = self._next_step
+            raise StageFailure(FailureCause.LATE, f"stage {self.stage} is at step {step}", step)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -643,12 +650,10 @@ class StageService(ServicerBase):
         await self.add_p2p_handlers(self.p2p, namespace=self.run_id)
 
     async def close(self, seconds: float) -> None:
-        """Leave all stages. What is under way has so long to end."""
+        """Let others call no more. What is under way has so long to end; the hosts are to be closed afterwards."""
         await asyncio.gather(*(host.drain(seconds) for host in self.hosts.values()))
         await self.remove_p2p_handlers(self.p2p, namespace=self.run_id)
         await self._tasks.close()
-        for host in self.hosts.values():
-            await host.close()
 
     def _host_of(self, stage: int) -> StageHost:
         if stage not in self.hosts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -22,7 +21,7 @@ from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door
 from shoal.base.logs import quoted, words_of
 from shoal.base.reactor import AwaitableFuture, Portal
-from shoal.base.tasks import BackgroundTasks
+from shoal.base.tasks import BackgroundTasks, wait_at_most
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.errors import MicrobatchError, ReactorError
@@ -209,6 +208,8 @@ class StagedModel(Facade):
             seed=random.getrandbits(48) if seed is None else seed,
         )
         wanted = _wanted_stages(stage, count)
+        if dht.client_mode and wanted != []:
+            raise ValueError("a peer that others cannot call cannot hold a stage: leave out client_mode, or stage=None")
         if len(wanted or ()) and clip_grad_norm is not None and inner_batch_size is not None:
             raise ValueError("clip_grad_norm needs the gradients of a step, which DiLoCo does not have: leave one out")
         self.be_the_only(f"a StagedModel with run_id {run_id!r}", dht)
@@ -224,7 +225,7 @@ class StagedModel(Facade):
         self._network = self._portal.call(_Network.start(self))
         self._portal.on_close(self._network.stop)
         try:
-            if backup and not dht.client_mode and wanted != []:
+            if backup and wanted != []:
                 backups = StageBackups(
                     dht, run_id, self._network.directory, backup_every=backup_every, folder=backup_folder
                 )
@@ -394,7 +395,7 @@ class StagedModel(Facade):
         form = _parsed((inputs, labels, extras), len(self.stages))
 
         def send() -> Brought:
-            return self._submit(*form, trains=trains).result()
+            return _result_of(self._submit(*form, trains=trains))
 
         leaves = [each for each in tensors_of(inputs) if each.requires_grad]
         needed = [each.requires_grad for each in tensors_of(inputs)]
@@ -406,9 +407,7 @@ class StagedModel(Facade):
         has_any, dropped, error = False, 0, None
         for future in self._in_order(microbatches, trains=trains):
             try:
-                losses = future.result().losses
-            except concurrent.futures.CancelledError:
-                raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+                losses = _result_of(future).losses
             except MicrobatchError as e:
                 dropped, error = dropped + 1, e
                 if dropped < MOST_DROPPED:
@@ -418,6 +417,8 @@ class StagedModel(Facade):
             yield losses
         if error is not None and (dropped >= MOST_DROPPED or not has_any):
             raise MicrobatchError(f"nothing comes through, {dropped} times in a row: {error}") from error
+        if trains and self.is_alive():  # what comes next may save the model, or end this peer
+            self._portal.call(self._network.settle())
 
     def _in_order(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[AwaitableFuture[Brought]]:
         """Send microbatches, and hand out what becomes of them in the same order."""
@@ -436,9 +437,12 @@ class StagedModel(Facade):
 
     def _begin_to_drive(self) -> None:
         with self._lock:
+            self._portal.check_open()
             if self._driver is None:
-                tracker = ProgressTracker(self.dht, self.run_id, self.options.target_batch_size, start=True)
-                self._tracker = tracker
+                if self._tracker is None:  # otherwise this was interrupted the last time
+                    target = self.options.target_batch_size
+                    self._tracker = ProgressTracker(self.dht, self.run_id, target, start=True)
+                tracker = self._tracker
                 tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
                 self._driver = self._portal.call(self._network.drive(tracker))
                 tracker.announce()
@@ -501,8 +505,9 @@ class _Network:
             self._drivers.close()
         await self.directory.stop()
         await self.service.close(self.options.patience.request_timeout)
-        for compute in [*self._computes.values()]:
-            await compute.close()
+        # At the same time: a step that is being made ends only with its optimizer.
+        hosts, computes = [*self.service.hosts.values()], [*self._computes.values()]
+        await asyncio.gather(*(each.close() for each in hosts), *(each.close() for each in computes))
 
     def _hop_to(self, stage: int) -> Hop:
         codec = EXACT if stage == 0 else self.options.compression[stage - 1]
@@ -575,11 +580,8 @@ class _Network:
         """Hold a stage no more. Callers that still wait are told."""
         host, compute = self.service.hosts.pop(number, None), self._computes.get(number)
         await self.directory.withdraw(number)
-        if host is not None:
-            await host.close()
-        if compute is not None:
-            await compute.close()
-            del self._computes[number]
+        await asyncio.gather(*(each.close() for each in (host, compute) if each is not None))
+        self._computes.pop(number, None)
         self._watch()
 
     def _watch(self) -> None:
@@ -619,6 +621,22 @@ class _Network:
             first=self.p2p.rng.getrandbits(48),  # another process with this identity may have been here before
         )
 
+    async def settle(self) -> None:
+        """Wait until the stages of this peer have made the steps that are over for all drivers."""
+        assert self._steps is not None
+        step, now = await self._steps.settle(), asyncio.get_running_loop().time
+        until = now() + self.options.patience.microbatch_timeout
+        for host in [*self.service.hosts.values()]:
+            while host.epoch < step and not host.is_leaving and now() < until:
+                await wait_at_most(host.changes.next, until - now())
+
+
+def _result_of(future: AwaitableFuture[Brought]) -> Brought:
+    try:
+        return future.result()
+    except CancelledError:
+        raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+
 
 class _Through(torch.autograd.Function):
     """All stages, as autograd sees them."""
@@ -626,7 +644,9 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, send: Callable[[], Brought], needed: Sequence[bool], *leaves: torch.Tensor) -> torch.Tensor:
         brought = send()
-        ctx.grads = [grad for grad, is_needed in zip(brought.grads, needed, strict=False) if is_needed]
+        grads = [grad for grad, is_needed in zip(brought.grads, needed, strict=False) if is_needed]
+        devices = [each.device for each in leaves[1:]]  # the first one is the anchor
+        ctx.grads = [g if g is None else g.to(device) for g, device in zip(grads, devices, strict=False)]
         return brought.losses
 
     @staticmethod

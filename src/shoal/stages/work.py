@@ -136,7 +136,9 @@ class Works:
     @property
     def room(self) -> int:
         """How many more works would be accepted now."""
-        if self._works and self.nbytes + self._largest > self.max_bytes:
+        # Results that nobody fetches, because a driver is dead, do not keep all others out.
+        is_idle = all(work.phase in (Phase.DONE, Phase.FAILED) for work in self._works.values())
+        if not is_idle and self.nbytes + self._largest > self.max_bytes:
             return 0
         phases = {Phase.RESERVED, Phase.FORWARD} | ({Phase.BACKWARD} if self.is_last else set())
         return max(0, self.most_waiting - sum(work.phase in phases for work in self._works.values()))
