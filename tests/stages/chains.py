@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoal.errors import MicrobatchError
 from shoal.p2p import P2P, PeerID
 from shoal.stages.choice import Measurements
 from shoal.stages.compute import StageTask
@@ -253,19 +254,21 @@ class Chain:
         asyncio.get_running_loop().call_later(RECORD_SECONDS, holders.pop, peer, None)
 
     async def drive(self, driver: Driver, numbers: Sequence[int], **how: Any) -> list[Any]:
-        """Send microbatches of one sample, each with its number as its value."""
+        """Send microbatches of one sample, each with its number as its value; ``None`` for those that were dropped."""
         machine = next(machine for machine, each in self.drivers if each is driver)
 
         async def send(number: int) -> Any:
             inputs = torch.full((1, 2), float(number))
-            brought = await driver.carry(inputs, torch.tensor([0.5]), **how)
-            if brought is not None:
-                expected = number * 2.0 ** (self.stages - 1)
-                assert brought.losses.tolist() == [expected + 0.5]
-                if how.get("trains", True):
-                    [grad] = brought.grads
-                    assert grad is not None
-                    assert grad.tolist() == [[expected * 3.0 ** (self.stages - 1)] * 2]
+            try:
+                brought = await driver.carry(inputs, torch.tensor([0.5]), **how)
+            except MicrobatchError:
+                return None
+            expected = number * 2.0 ** (self.stages - 1)
+            assert brought.losses.tolist() == [expected + 0.5]
+            if how.get("trains", True):
+                [grad] = brought.grads
+                assert grad is not None
+                assert grad.tolist() == [[expected * 3.0 ** (self.stages - 1)] * 2]
             return brought
 
         return await machine.run(_gather(send, numbers))

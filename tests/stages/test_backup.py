@@ -10,7 +10,7 @@ import torch
 
 from shoal.p2p import Identity
 from shoal.stages import directory
-from shoal.stages.backup import Duty, StageBackups, duty_of, epoch_to_offer, keeper_of
+from shoal.stages.backup import Duty, StageBackups, duty_of, epoch_to_offer, holders_of, keeper_of
 from shoal.stages.directory import StageRecord
 from tests.archive.stage_peers import StagePeer
 from tests.archive.states import RUN
@@ -127,6 +127,10 @@ def test_lonely_stage_survives_its_peer(
         wait_until(lambda: newcomer.declare() or keeper.look() or keeper.kept()[1] == 6, "the keeper helps it on")
         newcomer.train_until(5)
     else:
+        read = keeper._directory.read_all
+        wait_until(lambda: not holders_of(keeper._dht.run_coroutine(lambda *_: read()), 1), "its record is gone")
+        keeper.look()
+        assert keeper.kept()[1] == 4, "the run has gone on since the last look, so the stage may have a peer"
         wait_until(lambda: keeper.look() or keeper.kept()[1] == 6, "the keeper notices that the stage is lost")
         newcomer = closing(StagePeer(make_dhts(1)[0], 1, seed=9))
         newcomer.train_until(1)

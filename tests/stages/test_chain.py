@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.errors import MicrobatchError
 from shoal.p2p import Call, P2PContext
 from shoal.stages.directory import LIFETIME
 from shoal.stages.hop import Admission, FailureCause, StageFailure, StageReply
@@ -421,7 +422,8 @@ def test_losses_that_are_not_finite_drop_a_microbatch() -> None:
         await grid(chain, 1)
         driver = await chain.add_driver()
         machine = chain.drivers[0][0]
-        assert await machine.run(driver.carry(torch.ones(1, 2), torch.tensor([float("nan")]))) is None
+        with pytest.raises(MicrobatchError, match=r"the microbatch was dropped: .*not finite"):
+            await machine.run(driver.carry(torch.ones(1, 2), torch.tensor([float("nan")])))
         assert chain.metric("microbatches_dropped") == {"not finite": 1}
         assert None not in await chain.drive(driver, range(1, 5))
 

@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.access.badges import ROLES_BY_NAME
 from shoal.access.tokens import Token
-from shoal.errors import NotAMemberError
+from shoal.errors import MicrobatchError, NotAMemberError
 from shoal.optim import options
 from shoal.stages import model
 from shoal.stages.compute import StageCompute, seeded
@@ -323,6 +323,7 @@ def assert_equal(peers: list[shoal.StagedModel], stage: int) -> None:
         ({"rebalance_every": 0.0}, "rebalance_every must be seconds or None"),
         ({"backup": 2}, "backup 0 or 1: got 300.0, 2"),
         ({"backup_every": 0}, "at least 1: got 0"),
+        ({"optimizer": "adam"}, r"such as partial\(torch.optim.AdamW, lr=3e-4\), got 'adam'"),
         ({"clip_grad_norm": 1.0, "inner_batch_size": 4}, "leave one out"),
         ({"optimizer_opts": {"auxiliary": True}}, "auxiliary cannot be given for a stage"),
         ({"optimiser": SGD}, "has no argument 'optimiser': did you mean optimizer"),
@@ -340,9 +341,40 @@ def test_impossible_microbatches_are_refused(make_dhts, make_peer):
     model = make_peer(dht, None, WIDE)
     for microbatch, why in (
         (torch.ones(3), "must be .inputs, labels."),
-        ((torch.tensor(3.0), None), "first dimension"),
+        ((torch.tensor(3.0), None), r"first dimension, got the shape \(\)"),
+        ((torch.ones(1), None, {3: {"mask": torch.ones(1)}}), "arguments for stage 3: there are stages 0 to 2"),
     ):
         with pytest.raises((TypeError, ValueError), match=why):
             list(model.train([microbatch]))
     with pytest.raises(ValueError, match="this peer holds no stage"):
         model.serve()
+
+
+class Mean(Last):
+    """Returns one loss for all samples, as if there were no other peers."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        return super().forward(x, labels, scale).mean()
+
+
+def test_a_loop_ends_if_nothing_comes_through(make_dhts, make_peer, caplog):
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, [0, 1], [WIDE[0], functools.partial(Mean, WIDTH)], target_batch_size=10**6)
+    why = r"10 times in a row: the microbatch was dropped: .*one loss for each of the 6 samples.*all other dimensions"
+    with pytest.raises(MicrobatchError, match=why):
+        list(model.train(data(50)))
+    with pytest.raises(MicrobatchError, match="nothing comes through, 3 times"):
+        list(model.evaluate(data(3)))
+    with pytest.raises(MicrobatchError, match="the microbatch was dropped"):
+        model(*data(1)[0])
+    assert "Traceback" in caplog.text
+    assert list(model.train([])) == []
+
+
+def test_single_microbatches_may_fail(make_dhts, make_peer):
+    """Such as one in a hundred, whose losses are not finite."""
+    (dht,) = make_dhts(1)
+    model = make_peer(dht, [0, 1], [WIDE[0], functools.partial(Last, WIDTH)])
+    bad = {1: {"scale": torch.tensor(float("nan"))}}
+    batches = [(*each, bad if number % 3 else {}) for number, each in enumerate(data(24))]
+    assert len(list(model.train(batches))) == 8

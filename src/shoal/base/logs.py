@@ -199,11 +199,14 @@ class Seldom:
         self.told: dict[str, dict[Hashable, tuple[object, float]]] = {}
         self._left_out: dict[str, int] = {}
 
-    def __call__(self, kind: str, *values: object, about: Hashable = None) -> None:
+    def __call__(
+        self, kind: str, *values: object, about: Hashable = None, traceback_of: BaseException | None = None
+    ) -> None:
         """Log a line as a logger does, or only count it.
 
         Args:
             about: the subject of the line, such as a peer.
+            traceback_of: an error in code of the user, who needs to see where it was raised.
         """
         clock, now = _now()
         # No lock: at worst two threads log one line too many, and a forked child never finds a held lock.
@@ -219,7 +222,8 @@ class Seldom:
         self.told[kind], self._left_out[kind] = {**told, about: (clock, now)}, 0
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
-        self._log(kind, *map(_on_one_line, values))
+        more = {} if traceback_of is None else {"exc_info": traceback_of}
+        self._log(kind, *map(_on_one_line, values), **more)
 
 
 def _on_one_line(value: object) -> object:

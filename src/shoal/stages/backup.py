@@ -164,7 +164,9 @@ class StageBackups:
         # By stage. The lock is held while these change.
         self._copies: dict[int, Offer] = {}
         self._released: set[int] = set()
+        # At the last look: the holders by stage, and the epoch of the own stage.
         self._before: dict[int, dict[PeerID, StageRecord]] = {}
+        self._reached = -1
         self._downloading: Future[CheckedState] | None = None
         self._warn_seldom = Seldom(logger.warning)
         self._thread = threading.Thread(target=self._run, name=f"backups of {run_id}", daemon=True)
@@ -233,9 +235,10 @@ class StageBackups:
                 self._drop(stage)
             elif duty.downloads_from is not None:
                 self._download(stage, duty.downloads_from)
-            elif copy is not None:
+            elif copy is not None and reached == self._reached:  # otherwise microbatches pass, and records are old
                 self._show(stage, copy, epoch_to_offer(copy.epoch, reached, now, self._before.get(stage, {})))
             self._before[stage] = now
+        self._reached = reached
 
     def _show(self, stage: int, copy: Offer, epoch: int) -> None:
         if epoch > copy.epoch:

@@ -26,6 +26,7 @@ import torch
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
 from shoal.base.tasks import BackgroundTasks, first_completed
+from shoal.errors import MicrobatchError
 from shoal.metrics import Metrics
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.serving.tensors import tensors_of
@@ -234,7 +235,7 @@ class Driver:
         extras: Mapping[int, Mapping[str, Any]] | None = None,
         *,
         trains: bool = True,
-    ) -> Brought | None:
+    ) -> Brought:
         """Bring a microbatch through all stages.
 
         Args:
@@ -243,8 +244,8 @@ class Driver:
             extras: further arguments for stages, by their numbers.
             trains: not for an evaluation.
 
-        Returns:
-            ``None`` if it was dropped; it is counted in the metrics.
+        Raises:
+            MicrobatchError: it was dropped. The metrics count it.
         """
         tensors = tensors_of([inputs, labels])
         samples = len(tensors[0])
@@ -256,14 +257,15 @@ class Driver:
                 return await self._send_until_there(cargo, samples, self.steps.step, seed, trains=False)
             while True:
                 step = await self.steps.begin(samples)
-                brought = None
+                has_come_back = False
                 try:
                     brought = await self._send_until_there(cargo, samples, step, seed, trains=True)
+                    has_come_back = True
                     return brought
                 except StageFailure as e:  # it is late
                     late = e
                 finally:
-                    self.steps.end(samples, has_come_back=brought is not None)
+                    self.steps.end(samples, has_come_back=has_come_back)
                 self._metrics.microbatches_resent["late"] += 1
                 self.steps.catch_up(min(late.epoch, max(step + 1, self._reached())))
 
@@ -272,9 +274,7 @@ class Driver:
         stages = map(self._hop.peers.peers_of, range(self._hop.count))
         return max((median_low(epochs) for each in stages if (epochs := epochs_of(each))), default=0)
 
-    async def _send_until_there(
-        self, cargo: Cargo, samples: int, step: int, seed: int, *, trains: bool
-    ) -> Brought | None:
+    async def _send_until_there(self, cargo: Cargo, samples: int, step: int, seed: int, *, trains: bool) -> Brought:
         for _ in range(MAX_RESENT + 1):
             self._sequence += 1
             request = Request(
@@ -305,4 +305,4 @@ class Driver:
         reason = error.cause.name.lower().replace("_", " ")
         self._metrics.microbatches_dropped[reason] += 1
         self._warn_seldom("a microbatch was dropped: %s", error)
-        return None
+        raise MicrobatchError(f"the microbatch was dropped: {error}")

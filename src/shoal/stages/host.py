@@ -385,8 +385,8 @@ class StageHost:
                 "stage %d cannot compute a microbatch: %s. If other peers of this stage can, mend this machine, "
                 "otherwise the module or the data",
                 *(self.stage, text),
+                traceback_of=e,
             )
-            logger.debug("traceback of stage %d", self.stage, exc_info=e)
             self._fail(way, StageOutcome(FailureCause.FAILED, text[:2000]))
         finally:
             self.compute.forget(way.task)

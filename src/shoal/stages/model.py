@@ -20,12 +20,12 @@ import torch
 
 from shoal.base.clock import get_dht_time
 from shoal.base.closeable import Facade, at_the_door
-from shoal.base.logs import words_of
+from shoal.base.logs import quoted, words_of
 from shoal.base.reactor import AwaitableFuture, Portal
 from shoal.base.tasks import BackgroundTasks
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
-from shoal.errors import ReactorError
+from shoal.errors import MicrobatchError, ReactorError
 from shoal.optim.options import check_may_train, check_run_id
 from shoal.optim.progress.records import count_of_samples
 from shoal.optim.progress_tracker import FIRST_LOOK_SECONDS, ProgressTracker
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# So many microbatches in a row that were dropped end a loop: it is the model, the data or all peers of a stage. Chosen.
+MOST_DROPPED = 10
 # Seconds between two looks at what to declare of the own stages (chosen).
 DECLARE_SECONDS = 2.0
 # Seconds that a stage waits for the norms of others when it clips (chosen: as long as averaging may take).
@@ -172,6 +174,11 @@ class StagedModel(Facade):
         count = len(self.stages)
         if not count or not all(callable(each) and not isinstance(each, torch.nn.Module) for each in self.stages):
             raise TypeError("stages must be a list of functions that make a module each, such as [make_a, make_b]")
+        if not callable(optimizer):
+            raise TypeError(
+                "optimizer must be a function that makes one from parameters, such as partial(torch.optim.AdamW, "
+                f"lr=3e-4), got {quoted(optimizer)}"
+            )
         if not 0 < request_timeout < microbatch_timeout:
             raise ValueError(
                 f"request_timeout must be shorter than microbatch_timeout, got {request_timeout}, {microbatch_timeout}"
@@ -272,6 +279,7 @@ class StagedModel(Facade):
             device = next((each.device for each in itertools.chain(module.parameters(), module.buffers())), None)
             jobs = self._jobs_of(device or torch.device("cpu"))
             self._portal.call(self._network.hold(number, module, optimizer, jobs))
+            logger.info("this peer holds stage %d of run %r", number, self.run_id)
         except BaseException:
             if optimizer is not None:
                 optimizer.shutdown()
@@ -358,6 +366,9 @@ class StagedModel(Facade):
         Yields:
             The losses of the samples of each microbatch, in order. Those of one that was dropped are left out; the
             metrics count it.
+
+        Raises:
+            MicrobatchError: many in a row were dropped, or all of them.
         """
         self._begin_to_drive()
         return self._send(microbatches, trains=True)
@@ -376,17 +387,14 @@ class StagedModel(Facade):
         Under ``torch.no_grad()`` it is an evaluation.
 
         Raises:
-            RuntimeError: the microbatch was dropped.
+            MicrobatchError: the microbatch was dropped; the text says why.
         """
         self._begin_to_drive()
         trains = torch.is_grad_enabled()
-        form = _parsed((inputs, labels, extras))
+        form = _parsed((inputs, labels, extras), len(self.stages))
 
         def send() -> Brought:
-            brought = self._submit(*form, trains=trains).result()
-            if brought is None:
-                raise RuntimeError("the microbatch was dropped, see the warning")
-            return brought
+            return self._submit(*form, trains=trains).result()
 
         leaves = [each for each in tensors_of(inputs) if each.requires_grad]
         needed = [each.requires_grad for each in tensors_of(inputs)]
@@ -395,25 +403,34 @@ class StagedModel(Facade):
         return losses
 
     def _send(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[torch.Tensor]:
-        waiting: deque[AwaitableFuture[Brought | None]] = deque()
+        has_any, dropped, error = False, 0, None
+        for future in self._in_order(microbatches, trains=trains):
+            try:
+                losses = future.result().losses
+            except concurrent.futures.CancelledError:
+                raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
+            except MicrobatchError as e:
+                dropped, error = dropped + 1, e
+                if dropped < MOST_DROPPED:
+                    continue
+                break
+            has_any, dropped = True, 0
+            yield losses
+        if error is not None and (dropped >= MOST_DROPPED or not has_any):
+            raise MicrobatchError(f"nothing comes through, {dropped} times in a row: {error}") from error
+
+    def _in_order(self, microbatches: Iterable[Microbatch], *, trains: bool) -> Iterator[AwaitableFuture[Brought]]:
+        """Send microbatches, and hand out what becomes of them in the same order."""
+        waiting: deque[AwaitableFuture[Brought]] = deque()
         # If the caller stops early, what is on its way still comes through: stages count it all or not at all.
         for each in microbatches:
-            waiting.append(self._submit(*_parsed(each), trains=trains))
+            waiting.append(self._submit(*_parsed(each, len(self.stages)), trains=trains))
             # One that takes long holds up the losses of those after it, but not them.
             while waiting and (waiting[0].done() or len(waiting) >= 2 * self.options.in_flight):
-                yield from self._losses_of(waiting.popleft())
-        while waiting:
-            yield from self._losses_of(waiting.popleft())
+                yield waiting.popleft()
+        yield from waiting
 
-    def _losses_of(self, future: AwaitableFuture[Brought | None]) -> Iterator[torch.Tensor]:
-        try:
-            brought = future.result()
-        except concurrent.futures.CancelledError:
-            raise ReactorError("this StagedModel was shut down while microbatches were on their way") from None
-        if brought is not None:
-            yield brought.losses
-
-    def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought | None]:
+    def _submit(self, inputs: Any, labels: Any, extras: Any, *, trains: bool) -> AwaitableFuture[Brought]:
         assert self._driver is not None
         return self._portal.submit(self._driver.carry(inputs, labels, extras, trains=trains))
 
@@ -621,8 +638,8 @@ class _Through(torch.autograd.Function):
         return None, None, None, *(each if each is None else each * scale for each in ctx.grads)
 
 
-def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
-    """The inputs, the labels and the extras of a microbatch.
+def _parsed(microbatch: Microbatch, count: int) -> tuple[Any, Any, Mapping[int, Mapping[str, Any]] | None]:
+    """The inputs, the labels and the extras of a microbatch for so many stages.
 
     Raises:
         TypeError, ValueError: it is none.
@@ -633,7 +650,12 @@ def _parsed(microbatch: Microbatch) -> tuple[Any, Any, Mapping[int, Mapping[str,
     form_of([inputs, labels, *(dict(each) for each in (extras or {}).values())])  # raises if it cannot be sent
     tensors = tensors_of(inputs)
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
-        raise ValueError("the first tensor of the inputs must have the samples of a microbatch as its first dimension")
+        got = f"the shape {tuple(tensors[0].shape)}" if tensors else "no tensor"
+        raise ValueError(
+            f"the first tensor of the inputs must have the samples of a microbatch as its first dimension, got {got}"
+        )
+    if beyond := [each for each in extras or {} if not 0 <= each < count]:
+        raise ValueError(f"arguments for stage {beyond[0]!r}: there are stages 0 to {count - 1}")
     return inputs, labels, extras
 
 
