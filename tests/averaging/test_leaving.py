@@ -187,7 +187,7 @@ async def test_a_search_that_has_just_ended_starts_no_group(end):
 @alone_in_virtual_time
 async def test_a_follower_whose_search_has_just_ended_leaves_the_group_that_starts(end):
     swarm = Swarm()
-    leader, leading, control, following, _ = await make_leader_and_follower(swarm)
+    _, leading, control, following, _ = await make_leader_and_follower(swarm)
     _, follower = swarm.nodes
     search = follower.lanes[""].matchmaking.current
     on, groups = search.on, []
