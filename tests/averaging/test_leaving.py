@@ -8,7 +8,11 @@ import gc
 import pytest
 import torch
 
+from shoal.averaging.control import Absence
+from shoal.averaging.groups.search import Answers, Tick
+from shoal.averaging.messages import Code
 from shoal.errors import DHTError
+from shoal.p2p import Identity
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.dht.virtual_time import alone_in_virtual_time
 
@@ -114,4 +118,91 @@ async def test_a_follower_that_gives_up_while_the_group_starts_is_not_waited_for
     control.expected_group_size = follower_control.expected_group_size = 2
     await asyncio.wait([leading])
     assert control.round is None or control.round.failed_peers
+    await swarm.close()
+
+
+ENDS = pytest.mark.parametrize("end", ["cancelled", "broken"])
+
+
+def end_search(step, search, end):
+    """The search has no result any more, but its task notices that only in the next turn of the loop."""
+    if end == "cancelled":
+        step.cancel()
+    else:
+        search.group.set_exception(DHTError("the table is closed"))
+    assert search.group.done()
+    assert not search.search.is_over
+
+
+class CallOfStranger:
+    """The leader's side of the call of a peer that asks to join."""
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    async def send(self, message, *, end):
+        self.sent.append((message.code, end))
+
+    async def receive(self, kind):
+        await asyncio.Event().wait()
+
+
+@ENDS
+@alone_in_virtual_time
+async def test_a_search_that_has_just_ended_lets_nobody_in(end):
+    swarm = Swarm()
+    leader, leading, _, following, _ = await make_leader_and_follower(swarm)
+    search = leader.lanes[""].matchmaking.current
+    [request] = [follower.request for follower in search.search.followers.values()]
+    end_search(leading, search, end)
+    call = CallOfStranger()
+    await search.answer_join(call, request, Identity.generate().peer_id)  # with it, the group would be complete
+    assert call.sent == [(Code.NOT_LOOKING_FOR_GROUP, True)]
+    following.cancel()
+    await asyncio.wait([leading, following])
+    await swarm.close()
+
+
+@ENDS
+@alone_in_virtual_time
+async def test_a_search_that_has_just_ended_starts_no_group(end):
+    swarm = Swarm()
+    leader, leading, control, following, _ = await make_leader_and_follower(swarm)
+    _, follower = swarm.nodes
+    follows = follower.lanes[""].matchmaking.current
+    search = leader.lanes[""].matchmaking.current
+    end_search(leading, search, end)
+    control.expected_group_size = 2  # complete
+    search.on(Tick())
+    await until(lambda: follows.search.peers[leader.p2p.peer_id].cause is not None)
+    assert follows.search.peers[leader.p2p.peer_id].cause.absence is Absence.DISBANDED
+    assert search.started is None
+    assert not follows.group.done()
+    following.cancel()
+    await asyncio.wait([leading, following])
+    await swarm.close()
+
+
+@ENDS
+@alone_in_virtual_time
+async def test_a_follower_whose_search_has_just_ended_leaves_the_group_that_starts(end):
+    swarm = Swarm()
+    _, leading, control, following, _ = await make_leader_and_follower(swarm)
+    _, follower = swarm.nodes
+    search = follower.lanes[""].matchmaking.current
+    on, groups = search.on, []
+
+    def end_before_the_answer(event):
+        if isinstance(event, Answers):
+            groups.append(event.group.group_id)
+            end_search(following, search, end)
+        on(event)
+
+    search.on = end_before_the_answer
+    control.expected_group_size = 2
+    await asyncio.wait([following])
+    assert len(groups) == 1
+    assert search.left == groups
+    leading.cancel()
+    await asyncio.wait([leading])
     await swarm.close()

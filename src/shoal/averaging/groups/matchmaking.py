@@ -189,7 +189,8 @@ class SearchShell:
     def __init__(self, search: GroupSearch, around: Surroundings, control: StepControl, number: int) -> None:
         self.search, self._around, self.control, self.number = search, around, control, number
         self.group: asyncio.Future[GroupInfo] = asyncio.get_running_loop().create_future()
-        """Done when there is a group, or when the search broke."""
+        """Done when there is a group, or when the search broke or was cancelled. :meth:`run` notices that a turn of the
+        loop later. A group that starts in between is not this peer's."""
         self.started: StartedGroup | None = None
         self.left: list[bytes] = []
         """The ids of groups that count this peer as a member, although it does not take part."""
@@ -540,6 +541,8 @@ class SearchShell:
 
     def _refusal_of(self, peer: PeerID, request: JoinRequest, nbytes: int) -> Reply | None:
         refusal = self.search.refusal_of(peer, request, nbytes)
+        if refusal is None and self.group.done():
+            refusal = Reply(peer, Code.NOT_LOOKING_FOR_GROUP)
         if refusal is not None and refusal.code is Code.SETTINGS_DIFFER:
             seen_here = difference_of(request.settings, self.search.settings.agreed)
             self._around.warn_seldom("peer %s cannot average with this one: %s", peer, seen_here, about=peer)
@@ -553,6 +556,11 @@ class SearchShell:
 
     def start_group(self, followers: Mapping[PeerID, Follower]) -> None:
         """Start the group as its leader, and announce it to all followers, including those that may still return."""
+        if self.group.done():
+            for peer in followers:
+                if peer in self._calls.followers:
+                    self._perform(Reply(peer, Code.GROUP_DISBANDED))
+            return
         start = describe_group(self._around.p2p, self.search.settings, followers, self.control.data_for_gather)
         for peer in followers:
             self.tell_follower(peer, start)
@@ -566,6 +574,9 @@ class SearchShell:
             answers.put_nowait(JoinReply(code=Code.GROUP_STARTS, group=start))
 
     def _adopt(self, group: GroupInfo) -> None:
+        if self.group.done():
+            self.left.append(group.group_id)
+            return
         causes = self.search.absences(group.peer_ids, get_dht_time())
         self.group.set_result(replace(group, absent={peer: cause.absence for peer, cause in causes.items()}))
 
