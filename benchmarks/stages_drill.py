@@ -50,6 +50,7 @@ LABORATORY = {
     "width": 320,
     "heads": 5,
     "rows": 16,
+    "step": 16,
     "steps": 0,
     "seconds": 1200.0,
     "kill_every": 60.0,
