@@ -403,7 +403,7 @@ class StageCompute:
                         "of its own. Or the module has other random numbers: give the stage a larger keep_graphs"
                     )
                 self._go_back(task, outputs, output_grads)
-        is_full = any(each.outputs is None for each in [*self._kept.values()])
+        is_full = any(each.values for each in [*self._kept.values()])  # the graphs of these had no room
         kept.drop_graph()
         self._count(task)
         if is_full and self.device.type == "cpu":
