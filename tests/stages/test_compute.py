@@ -7,6 +7,7 @@ import functools
 import math
 import mmap
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shoal.errors import MicrobatchError, ReactorError
 from shoal.optim import DiLoCo
 from shoal.serving.runtime import Runtime
 from shoal.serving.task_pool import JobPool
+from shoal.stages import compute
 from shoal.stages.compute import StageCompute, StageTask, give_memory_back, seeded
 from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from tests.device import chosen_device, on_cpu_only
@@ -246,6 +248,27 @@ async def test_kept_graphs_stay_within_their_bound(make_dhts):
         assert stage.kept_bytes == 0
         with pytest.raises(MicrobatchError, match="microbatch 0 is not known here"):
             await stage.backward(microbatch(0), [None])
+
+
+@on_cpu_only
+async def test_memory_is_given_back_only_where_graphs_had_no_room(make_dhts, monkeypatch):
+    (dht,), module = await asyncio.to_thread(make_dhts, 1), make_modules()[1]
+    x, given_back, may_go_on = torch.randn(SAMPLES, WIDTH, requires_grad=True), [], threading.Event()
+    monkeypatch.setattr(compute, "give_memory_back", lambda: given_back.append(1))
+    async with Peers() as peers:
+        stage = await peers.add(dht, 1, module, {"optimizer": SGD})
+        await stage.forward(microbatch(0), (x, {}))
+        peers.pools[0].submit(may_go_on.wait)
+        backward = asyncio.ensure_future(stage.backward(microbatch(0), [torch.ones(SAMPLES, WIDTH)]))
+        forward = asyncio.ensure_future(stage.forward(microbatch(1), (x, {})))  # has no graph yet
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await asyncio.gather(backward, forward)
+        assert not given_back
+        stage.keep_graphs = 0
+        await stage.forward(microbatch(2), (x, {}))
+        await stage.backward(microbatch(2), [torch.ones(SAMPLES, WIDTH)])
+        assert given_back
 
 
 def resident_bytes() -> int:
