@@ -494,11 +494,11 @@ class StageHost:
         return step <= self._closed
 
     def _go_on(self) -> None:
-        if (self._stepping is None or self._stepping.done()) and self._is_over():
+        if (self._stepping is None or self._stepping.done()) and self._judge_claims():
             self._stepping = self._tasks.spawn(self._make_steps())
 
-    def _is_over(self) -> bool:
-        """Whether the step of this peer is over, as far as those who say so can be believed."""
+    def _judge_claims(self) -> bool:
+        """Judge what others say about steps; returns whether that of this peer is over."""
         for peer, (step, _) in [*self._claims.items()]:
             if step < self.epoch:
                 del self._claims[peer]
@@ -546,7 +546,7 @@ class StageHost:
 
     async def _make_steps(self) -> None:
         failed_at = -1
-        while self._is_over():
+        while self._judge_claims():
             # Otherwise they would count when they are too old.
             await self._finish_works(self.epoch - (self._max_staleness or 0))
             before, lost_at = self.epoch, self._lost_at()
