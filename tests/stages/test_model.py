@@ -203,7 +203,7 @@ def test_shutdown_waits_for_no_step(make_dhts, make_peer):
     )
     list(driver.train([(torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)) for _ in range(16)]))
     frozen = second._network.service.hosts[0]
-    frozen._is_over = lambda: False  # it takes part in no step
+    frozen._judge_claims = lambda: False  # it takes part in no step
     host = first._network.service.hosts[0]
     first._portal.reactor.loop.call_soon_threadsafe(host.close_step, 0, dhts[2].peer_id)
     wait_until(lambda: host._stepping is not None, "it makes a step")
