@@ -527,8 +527,8 @@ class StageHost:
                 if step >= self.epoch and self._now() - since > LIFETIME:
                     del self._claims[peer]
                     self._warn_seldom(
-                        "peer %s says that step %d is over, but stage %d is at step %d, and those around it are no "
-                        "further: it is not believed. A private run keeps strangers out",
+                        "peer %s is not believed: it says that step %d is over, but stage %d is at step %d. A private "
+                        "run keeps strangers out",
                         *(peer, step, self.stage, self.epoch),
                         about=peer,
                     )
@@ -571,8 +571,8 @@ class StageHost:
             self.epoch = self.compute.epoch
             if is_anew and over > 1 and self.epoch in (1, lost_at):  # it has found no state to download
                 self._warn_seldom(
-                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has the state of "
-                    "this stage. If there is an archive of it, end this peer and revive that first",
+                    "STAGE %d BEGINS ANEW, WITH UNTRAINED PARAMETERS: step %d is over, and no peer has its state. If "
+                    "there is an archive, revive it first",
                     *(self.stage, over),
                 )
             if self.norms is not None:  # without synchronous steps, the last one may still be under way
