@@ -194,6 +194,7 @@ def _differ(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a tensor has real and whether it has complex numbers. Only these two kinds have gradients."""
     return tensor.is_floating_point(), tensor.is_complex()
 
 
@@ -533,10 +534,7 @@ class StageCompute:
     def _detached(self, outputs: Any, *, may_need_grads: bool = False) -> Any:
         """Outputs without their graph. If they have none, it is not known which of them need gradients."""
         form, tensors = form_of(outputs)
-        needs = [
-            each.requires_grad or (may_need_grads and (each.is_floating_point() or each.is_complex()))
-            for each in tensors
-        ]
+        needs = [each.requires_grad or (may_need_grads and any(_kind(each))) for each in tensors]
         return with_form(form, [each.detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)])
 
     def _parameters_now(self) -> object:

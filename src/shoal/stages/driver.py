@@ -277,7 +277,7 @@ class Driver:
                 self.steps.catch_up(min(late.epoch, max(step + 1, self._reached())))
 
     def _reached(self) -> int:
-        """The step at which most peers of a stage are: one that says more is not followed further than by a step."""
+        """The latest step at which most peers of a stage are. A peer that says more is followed by one step only."""
         stages = map(self._hop.peers.peers_of, range(self._hop.count))
         return max((median_low(epochs) for each in stages if (epochs := epochs_of(each))), default=0)
 

@@ -532,7 +532,7 @@ class StageHost:
                         *(peer, step, self.stage, self.epoch),
                         about=peer,
                     )
-                    self.changes.note()  # who waits for this step says it again
+                    self.changes.note()  # a microbatch that waits for this step says it again
             self._go_on()
 
     async def _follow(self) -> None:

@@ -629,6 +629,8 @@ class _Network:
         for host in [*self.service.hosts.values()]:
             while host.epoch < step and not host.is_leaving and now() < until:
                 await wait_at_most(host.changes.next, until - now())
+            if host.epoch < step and not host.is_leaving:
+                logger.warning("stage %d has not made step %d yet: do not save it before it has", host.stage, step - 1)
 
 
 def _result_of(future: AwaitableFuture[Brought]) -> Brought:
