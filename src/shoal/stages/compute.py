@@ -430,11 +430,7 @@ class StageCompute:
             raise MicrobatchNotFiniteError(
                 f"a loss of microbatch {task.sequence} is not finite: {losses.detach().tolist()[:8]}"
             )
-        self._forget_gradients()
-        if self._trained and not losses.requires_grad:
-            raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
-        if losses.requires_grad:
-            torch.autograd.backward(losses.mean())
+        self._propagate(task, [losses.mean()] if losses.requires_grad else [])
         self._count(task)
         return losses.detach(), _gradients_of(inputs)
 
@@ -460,11 +456,21 @@ class StageCompute:
             pairs.append((output, grad.to(output.device, output.dtype)))
         if first_not_finite([grad for _, grad in pairs]) is not None:
             raise MicrobatchNotFiniteError(f"a gradient of the outputs of microbatch {task.sequence} is not finite")
+        self._propagate(task, [output for output, _ in pairs], [grad for _, grad in pairs])
+
+    def _propagate(
+        self, task: StageTask, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Backward pass from those outputs that need gradients.
+
+        Raises:
+            MicrobatchError: there are none, although the stage is trained.
+        """
         self._forget_gradients()
-        if self._trained and not pairs:
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        elif self._trained:
             raise MicrobatchError(f"no parameter of stage {self.number} has a gradient of microbatch {task.sequence}")
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
     def _count(self, task: StageTask) -> None:
         """Count the gradients of a microbatch.
