@@ -182,6 +182,31 @@ async def test_messages_back_and_forth_at_the_same_time(kind: str) -> None:
         assert_clean(server, caller)
 
 
+async def test_messages_that_leave_with_the_next_one(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        await serving(server)
+        async with stub(caller, server).rpc_echo() as call:
+            await call.send(Number(value=0))
+            assert await call.receive(Number) == Number(value=0)
+            sent = caller.metrics.bytes_sent
+            call.put(Number(value=1))
+            call.put(Number(value=2))
+            await asyncio.sleep(0)
+            assert caller.metrics.bytes_sent == sent, "they wait for another one"
+            await call.send(Number(value=3), b"payload")
+            for value in range(1, 3):
+                assert await call.receive(Number) == Number(value=value)
+            assert await call.receive(Number) == Number(value=3)
+            assert await call.read_payload(7) == b"payload"
+            call.put(Number(value=4))
+            assert await call.receive(Number) == Number(value=4), "they do not wait while this side listens"
+            await call.send_end()
+            with pytest.raises(RuntimeError, match="ended already"):
+                call.put(Number(value=5))
+        assert_clean(server, caller)
+
+
 async def test_a_call_that_begins_with_listening(kind: str) -> None:
     class Talker(ServicerBase):
         async def rpc_talk(self, call: Call, context: P2PContext) -> None:

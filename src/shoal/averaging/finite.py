@@ -20,6 +20,10 @@ def all_finite(values: torch.Tensor) -> bool:
     A sum is finite only if all of its terms are. Summing is about thirty times as fast as ``isfinite`` and needs no
     memory of its own. The sum of finite values may still overflow, so an infinite sum is followed by an exact check.
     """
+    return _is_finite(values)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
@@ -53,7 +57,7 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     largest = {device: torch._foreach_norm(group, torch.inf) for device, group in elsewhere.items()}
     sound = {device for device, norms in largest.items() if all_finite(torch.stack([n.float() for n in norms]))}
     unknown = ((i, tensor) for i, tensor in enumerate(tensors) if tensor.device not in sound)
-    return next((index for index, tensor in unknown if not all_finite(tensor)), None)
+    return next((index for index, tensor in unknown if not _is_finite(tensor)), None)
 
 
 def name_not_finite(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> str | None:

@@ -150,8 +150,12 @@ class Connection:
     def open_call(self, handler: str) -> Call:
         """Begin a call; the opening message leaves together with the first item."""
         self.handler = handler
-        self._unsent += pack(Kind.OPEN, Open(handler=handler))
+        self.put(Kind.OPEN, Open(handler=handler))
         return Call(self)
+
+    def put(self, kind: Kind, header: Header) -> None:
+        """Send a message together with the next one."""
+        self._unsent += pack(kind, header)
 
     @property
     def has_unsent(self) -> bool:
@@ -319,6 +323,16 @@ class Call:
             raise RuntimeError("this side of the call has ended already")
         await self.connection.send(Kind.ITEM, header, *payload, end=end)
         self.sent_end = end
+
+    def put(self, header: Header) -> None:
+        """Send a message without a payload together with the next one, which wakes the other side only once.
+
+        Raises:
+            ValueError: the message is too large.
+        """
+        if self.sent_end:
+            raise RuntimeError("this side of the call has ended already")
+        self.connection.put(Kind.ITEM, header)
 
     async def send_end(self) -> None:
         """Say that nothing more will come from this side. Idempotent."""

@@ -17,6 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from statistics import median_low
 from typing import Annotated, Any
 
 import msgspec
@@ -116,6 +117,15 @@ def name_of_stage(run_id: str, stage: int) -> str:
 def epochs_of(peers: Mapping[PeerID, StageRecord], but: PeerID | None = None) -> list[int]:
     """Of the peers of a stage that have its state."""
     return [record.epoch for peer, record in peers.items() if peer != but and not record.is_joining]
+
+
+def reached_by_most(stages: Iterable[Mapping[PeerID, StageRecord]], default: int = 0) -> int:
+    """The latest step at which most peers of one of these stages are.
+
+    Args:
+        default: the result if none of them has peers.
+    """
+    return max((median_low(epochs) for each in stages if (epochs := epochs_of(each))), default=default)
 
 
 def seconds_between_looks(count: int) -> float:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from statistics import median_low
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from shoal.errors import MicrobatchError
 from shoal.metrics import Metrics
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.serving.tensors import tensors_of
-from shoal.stages.directory import epochs_of
+from shoal.stages.directory import reached_by_most
 from shoal.stages.hop import Cargo, Changes, FailureCause, Hop, Request, StageFailure
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,12 @@ class Steps:
     """
 
     def __init__(
-        self, drivers: Drivers, target: int, close: Callable[[int], Awaitable[None]], *, is_synchronous: bool = True
+        self,
+        drivers: Drivers,
+        target: int,
+        close: Callable[[int], Coroutine[Any, Any, None]],
+        *,
+        is_synchronous: bool = True,
     ) -> None:
         self.step = 0
         """The step of the next microbatch."""
@@ -158,11 +162,8 @@ class Steps:
         if not self._has_begun and (not self._is_synchronous or all(each.step >= self.step for each in others)):
             self._has_begun = True
             if self.step:
-                self._telling = self._tasks.spawn(self._tell_closed(self.step - 1))
+                self._telling = self._tasks.spawn(self._close(self.step - 1))
         self._changes.note()
-
-    async def _tell_closed(self, step: int) -> None:
-        await self._close(step)
 
     async def settle(self) -> int:
         """Wait until stages are told of the steps that are over for all drivers; returns the first that is not."""
@@ -274,12 +275,9 @@ class Driver:
                 finally:
                     self.steps.end(samples, has_come_back=has_come_back)
                 self._metrics.microbatches_resent["late"] += 1
-                self.steps.catch_up(min(late.epoch, max(step + 1, self._reached())))
-
-    def _reached(self) -> int:
-        """The latest step at which most peers of a stage are. A peer that says more is followed by one step only."""
-        stages = map(self._hop.peers.peers_of, range(self._hop.count))
-        return max((median_low(epochs) for each in stages if (epochs := epochs_of(each))), default=0)
+                # A peer that says more than the records of most others is followed by one step only.
+                reached = reached_by_most(map(self._hop.peers.peers_of, range(self._hop.count)))
+                self.steps.catch_up(min(late.epoch, max(step + 1, reached)))
 
     async def _send_until_there(self, cargo: Cargo, samples: int, step: int, seed: int, *, trains: bool) -> Brought:
         for _ in range(MAX_RESENT + 1):

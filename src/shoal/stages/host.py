@@ -42,7 +42,15 @@ from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
 from shoal.stages.compute import StageTask
-from shoal.stages.directory import LIFETIME, MOST_REMEMBERED, RENEWAL_SECONDS, StageNumber, StageRecord, epochs_of
+from shoal.stages.directory import (
+    LIFETIME,
+    MOST_REMEMBERED,
+    RENEWAL_SECONDS,
+    StageNumber,
+    StageRecord,
+    epochs_of,
+    reached_by_most,
+)
 from shoal.stages.hop import (
     CALL_FAILURES,
     Admission,
@@ -347,7 +355,7 @@ class StageHost:
             await call.send(way.outcome, end=True)
             return
         losses, grads = way.result
-        await call.send(way.outcome)
+        call.put(way.outcome)
         await send_tensors(call, [losses, grads], lambda each: EXACT if each is losses else self._codec, end=True)
 
     def _leave(self, way: RunningWork, *, is_served: bool) -> None:
@@ -508,11 +516,11 @@ class StageHost:
         is_believed = any(peer in each for peer in self._claims for each in (self._bringers, before, mates, after))
         since = min(since for _, since in self._claims.values())
         # The own step counts among those of the other peers of this stage.
-        around = [median_low(epochs) for each in (before, after) if (epochs := epochs_of(each))]
-        reached = max([*around, median_low([*epochs_of(mates, but=self._me), self.epoch])])
+        around = reached_by_most([before, after], default=self.epoch)
+        reached = max(around, median_low([*epochs_of(mates, but=self._me), self.epoch]))
         if reached > self.epoch:
             self._closed = reached - 1
-        elif (is_believed and (self._has_samples or max(around, default=self.epoch) >= self._unproven)) or (
+        elif (is_believed and (self._has_samples or around >= self._unproven)) or (
             not self._bringers and self._now() - since > RENEWAL_SECONDS
         ):
             self._closed = self.epoch
