@@ -19,12 +19,16 @@ class Tracker:
 
     def __init__(self) -> None:
         self.coming, self.tell = {A, B, C, D}, lambda: None
+        self.looks_after_others = False
 
     def expected_members(self) -> set[PeerID]:
         return self.coming
 
     def still_expected(self, last_epochs: Mapping[PeerID, int]) -> set[PeerID]:
         return self.coming & last_epochs.keys()
+
+    def look_after_others(self) -> None:
+        self.looks_after_others = True
 
     def watch(self, tell: Callable[[], None]) -> None:
         self.tell = tell
@@ -59,3 +63,15 @@ def test_a_search_waits_for_a_majority():
     tracker, control = Tracker(), StepControl(0.0)
     watch_search(control, tracker, {A: 1}, dict.fromkeys([A, B, C, D], 1))
     assert (control.awaited, control.expected_group_size) == ({A}, 3)
+
+
+def test_a_peer_that_cannot_be_called_is_not_waited_for_until_the_next_regular_look():
+    tracker, control = Tracker(), StepControl(0.0)
+    watch_search(control, tracker)
+    assert not tracker.looks_after_others
+    control.on_loss()
+    assert tracker.looks_after_others, "nothing else tells soon that it is dead"
+    assert not control.cancelled()
+    tracker.coming = set()
+    tracker.tell()
+    assert control.cancelled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
 
@@ -283,3 +284,30 @@ def test_many_deaths_of_all_kinds_on_failing_links(runs):
     size, dying = 16, 8
     averaged = sum(run_round_with_deaths(seed, size, dying) for seed in range(runs))
     assert averaged >= 0.8 * runs * (size - dying)
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_search_says_that_an_awaited_peer_cannot_be_called(is_awaited):
+    """Otherwise, whoever tells it which peers are awaited would learn much later that one is dead."""
+
+    async def main() -> bool:
+        network = Network(NO_LOSS)
+        nodes = await start_averagers(network, [[torch.zeros(100)] for _ in range(3)], min_matchmaking_time=WINDOW)
+        peers = [node.p2p.peer_id for node in nodes]
+        steps = [start_step(network, node) for node in nodes]
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        lost = asyncio.Event()
+        # The dead one has promised to be there.
+        start_step(network, nodes[1], scheduled_time=network.hosts[1].dht_time() + WINDOW)
+        await asyncio.sleep(0.5)
+        network.host_of(peers[1]).crash()
+        step = start_step(network, nodes[0], scheduled_time=network.hosts[0].dht_time() + WINDOW)
+        step.expect({peers[1] if is_awaited else peers[2]})
+        step.on_loss = lost.set
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await lost.wait()
+        step.cancel()
+        return lost.is_set()
+
+    assert run(main(), seed=1) is is_awaited

@@ -294,8 +294,9 @@ class StepControl(AwaitableFuture[Gathered]):
         self.stage = AveragingStage.IDLE
         self.began_allreduce = False
         self.triggered = False
-        self.on_retry: Callable[[], object] = lambda: None
-        """Called, inside the loop, when a round has failed and the step is about to look for another group."""
+        self.on_loss: Callable[[], object] = lambda: None
+        """Called, inside the loop, when an awaited peer cannot be called, and when a round has failed and the step is
+        about to look for another group: a peer may be gone."""
         self.round: RoundResult | None = None
         """The result of the all-reduce; set before the result of this future."""
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -273,7 +273,7 @@ class AveragerNode(ServicerBase):
                     raise
                 logger.info("averaging round failed and will be tried again: %s", words_of(e))
                 control.began_allreduce, control.stage = False, AveragingStage.LOOKING_FOR_GROUP
-                control.on_retry()
+                control.on_loss()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_RETRY_PAUSE)
 

@@ -422,8 +422,12 @@ def watch_search(
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
             control.cancel()
 
+    def look_again() -> None:
+        tracker.look_after_others()  # otherwise this search might wait for a dead peer until the next regular look
+        look()  # a peer that has left in the meantime will not come
+
     tracker.watch(look)
-    control.on_retry = look  # a peer that has left in the meantime will not come
+    control.on_loss = look_again
     control.add_done_callback(lambda _: tracker.unwatch(look))
     look()
 

@@ -388,8 +388,7 @@ class SearchShell:
             self.on(Fails(leader, AskFailure.NONSENSE))
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            if not asking.is_guess:
-                self._note_uncalled(leader, e, asking.promised)
+            self._note_uncalled(leader, e, None if asking.is_guess else asking.promised)
             self.on(Fails(leader, _failure_of(e)))
         else:
             self._take_answer(leader, reply)
@@ -437,9 +436,13 @@ class SearchShell:
         logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
         self.on(Answers(leader, reply.code, words, group, named, reply.expiration))
 
-    def _note_uncalled(self, peer: PeerID, error: Exception, promised: float) -> None:
-        company = self.search.key.partition(".")[0]
-        self._around.p2p.note_uncalled(peer, error, company=company, sign_of_life=promised)
+    def _note_uncalled(self, peer: PeerID, error: Exception, promised: float | None) -> None:
+        """A peer could not be called, although it has promised something, as far as known."""
+        if promised is not None:
+            company = self.search.key.partition(".")[0]
+            self._around.p2p.note_uncalled(peer, error, company=company, sign_of_life=promised)
+        if peer in (self.search.terms.awaited or ()):
+            self.control.on_loss()
 
     # --- offers of others ---------------------------------------------------------------------------------------------
 
@@ -481,8 +484,7 @@ class SearchShell:
                     await call.send_end()
         except CALL_FAILURES as e:
             logger.debug("could not invite %s: %r", peer, e)
-            if (promised := search.looking().get(peer)) is not None:
-                self._note_uncalled(peer, e, promised)
+            self._note_uncalled(peer, e, search.looking().get(peer))
             self.on(InvitationEnds(peer, arrived=False))
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
