@@ -75,6 +75,8 @@ class FakeCompute:
         """Each microbatch whose samples count here, with the epoch in which they do."""
         self.kept: set[tuple[bytes, int]] = set()
         self.error: Exception | None = None
+        self.step_seconds = 0.0
+        """For which a step keeps the device busy."""
         self._device = Device()
 
     async def _pass(self, kind: str, task: StageTask) -> None:
@@ -121,6 +123,8 @@ class FakeCompute:
 
     async def make_step(self) -> int:
         await asyncio.sleep(0.3)
+        if self.step_seconds:
+            await self._device.run(lambda: None, self.step_seconds, -1)
         self.epoch += 1
         return self.epoch
 

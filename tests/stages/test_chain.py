@@ -551,5 +551,22 @@ def test_evaluation_counts_nothing() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_evaluation_waits_for_a_step_that_takes_long(stage: int) -> None:
+    async def main() -> None:
+        chain = Chain(STAGES, target=4)
+        computes = await grid(chain, 1)
+        computes[stage][0].step_seconds = 10 * PATIENCE.microbatch_timeout
+        driver, began = await chain.add_driver(), now()
+        await chain.drive(driver, range(1, 5))
+        await asyncio.sleep(1.0)  # stages have begun to make the step
+        assert None not in await chain.drive(driver, range(1, 5), trains=False)
+        assert now() - began > 10 * PATIENCE.microbatch_timeout
+        assert not chain.metric("microbatches_resent")
+        assert not chain.metric("hops_repaired")
+
+    run(main())
+
+
 def test_failures_name_their_cause() -> None:
     assert StageFailure(FailureCause.LATE, "stage 2 is at step 7", 7).epoch == 7

@@ -427,15 +427,15 @@ class StageHost:
             self._has_samples |= task.trains
             return Result(losses, grads)
         ahead = self.next_hop.carrying(way.request, lambda: way.tell(route=passage.route, waits=passage.waits))
-        # If others are computed before it, a place ahead would be empty for too long.
-        is_next = not self._pace.waiting
+        # If others are computed or a step is made before it, a place ahead would be empty for too long.
+        is_next = not self._pace.waiting and not way.news.waits
         if is_next:
             passage = await stack.enter_async_context(ahead)
         outputs = await self._measured(self.compute.forward(task, inputs, own), is_last=False)
         if not is_next:
             passage = await stack.enter_async_context(ahead)
         works.advance(way.work, Phase.WAITING, _nbytes([inputs, outputs, labels, rest]))
-        way.tell(is_on=True)
+        way.tell(is_on=True, waits=passage.waits)
         del inputs
         onward, outputs = Cargo(outputs, labels, rest), None
         result = await passage.through(onward)
@@ -471,6 +471,8 @@ class StageHost:
         """
         step = way.request.step
         if not way.request.trains:
+            if self.is_synchronous and self._is_stepping:  # it is computed afterwards, however long that takes
+                way.tell(waits=True)
             return
         if self.is_synchronous and self.epoch < step:
             way.tell(waits=True)
@@ -501,8 +503,12 @@ class StageHost:
             self._doubting = self._tasks.spawn(self._doubt())
         return step <= self._closed
 
+    @property
+    def _is_stepping(self) -> bool:
+        return self._stepping is not None and not self._stepping.done()
+
     def _go_on(self) -> None:
-        if (self._stepping is None or self._stepping.done()) and self._judge_claims():
+        if not self._is_stepping and self._judge_claims():
             self._stepping = self._tasks.spawn(self._make_steps())
 
     def _judge_claims(self) -> bool:
