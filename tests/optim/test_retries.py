@@ -6,6 +6,8 @@ import itertools
 import threading
 from unittest.mock import MagicMock, Mock
 
+import pytest
+
 from shoal.optim.recovery.when import LONGEST_PAUSE, LONGEST_WAIT, Retries, Synchronization
 
 
@@ -72,3 +74,14 @@ def test_failed_downloads_become_rare() -> None:
             synchronization.note_attempt(loaded=False)
     assert averager.load_state_from_peers.call_count == 12
     assert steps > 300, "each step of the optimizer takes a moment, so that it notices when the need is over"
+
+
+def test_nobody_gives_way_to_a_side_that_has_died(caplog: pytest.LogCaptureFixture) -> None:
+    averager = Mock(local_epoch=5, client_mode=False)
+    synchronization = synchronization_of(averager, Waiting())
+    tracker = synchronization._tracker
+    tracker.gives_way_to = Mock(winners=[b"peer"], epoch=6)
+    tracker.ask_others.side_effect = lambda seconds: setattr(tracker, "gives_way_to", None)
+    assert not synchronization.download()
+    averager.load_state_from_peers.assert_not_called()
+    assert not caplog.records, "nothing is lost"

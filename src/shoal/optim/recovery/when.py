@@ -40,6 +40,9 @@ LOAD_ATTEMPTS = 3
 # Seconds before the second attempt; the pause doubles with each further attempt. Chosen: donors may be between two
 # epochs.
 FIRST_LOAD_PAUSE = 0.5
+# The most seconds in which a peer asks whether the side to which it gives way is still there. Chosen: one that is dead
+# refuses two calls in less.
+SECONDS_TO_ASK = 1.0
 # This many failed downloads in a row are each retried at once. Chosen: a single failure may be chance.
 QUICK_RETRIES = 3
 # Seconds of the first pause after that, and of the longest one; each pause is twice the one before. Chosen.
@@ -205,6 +208,10 @@ class Synchronization:
         self.end_other_work()
         options = {"timeout": self._load_state_timeout, **options}
         began_at = get_dht_time()
+        if (other_side := self._tracker.gives_way_to) is not None:
+            self._tracker.ask_others(SECONDS_TO_ASK)
+            if (other_side := self._tracker.gives_way_to) is None:  # it has died
+                return False
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(options) if other_side is None else self._give_way_to(other_side, options)
