@@ -441,7 +441,8 @@ class SearchShell:
         if promised is not None:
             company = self.search.key.partition(".")[0]
             self._around.p2p.note_uncalled(peer, error, company=company, sign_of_life=promised)
-        if peer in (self.search.terms.awaited or ()):
+        # One that ends a call in the middle may be alive. If it is not, the next call is refused.
+        if peer in (self.search.terms.awaited or ()) and not isinstance(error, StreamClosedError):
             self.control.on_loss()
 
     # --- offers of others ---------------------------------------------------------------------------------------------
