@@ -288,7 +288,7 @@ def test_many_deaths_of_all_kinds_on_failing_links(runs):
 
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_a_search_says_that_an_awaited_peer_cannot_be_called(is_awaited):
-    """Otherwise, whoever tells it which peers are awaited would learn much later that one is dead."""
+    """Otherwise the optimizer would learn much later that the search waits for a dead peer."""
 
     async def main() -> bool:
         network = Network(NO_LOSS)

@@ -120,7 +120,7 @@ def epochs_of(peers: Mapping[PeerID, StageRecord], but: PeerID | None = None) ->
 
 
 def reached_by_most(stages: Iterable[Mapping[PeerID, StageRecord]], default: int = 0) -> int:
-    """The latest step at which most peers of one of these stages are.
+    """The latest step that most peers of any one of these stages have reached.
 
     Args:
         default: the result if none of them has peers.

@@ -437,7 +437,7 @@ class SearchShell:
         self.on(Answers(leader, reply.code, words, group, named, reply.expiration))
 
     def _note_uncalled(self, peer: PeerID, error: Exception, promised: float | None) -> None:
-        """A peer could not be called, although it has promised something, as far as known."""
+        """A call to a peer has failed. If it had promised to be there, ``promised`` is the DHT time of that."""
         if promised is not None:
             company = self.search.key.partition(".")[0]
             self._around.p2p.note_uncalled(peer, error, company=company, sign_of_life=promised)

@@ -208,10 +208,6 @@ class Synchronization:
         self.end_other_work()
         options = {"timeout": self._load_state_timeout, **options}
         began_at = get_dht_time()
-        if (other_side := self._tracker.gives_way_to) is not None:
-            self._tracker.ask_others(SECONDS_TO_ASK)
-            if (other_side := self._tracker.gives_way_to) is None:  # it has died
-                return False
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(options) if other_side is None else self._give_way_to(other_side, options)
@@ -279,7 +275,11 @@ class Synchronization:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
     def _give_way_to(self, other_side: ForkChoice, options: Mapping[str, Any]) -> bool:
-        """Take over the state of the winning side, even if it is at an earlier epoch."""
+        """Take over the state of the winning side, even if it is at an earlier epoch, if that side is still there."""
+        self._tracker.ask_others(SECONDS_TO_ASK)
+        if self._tracker.gives_way_to is None:
+            logger.debug("the other side of the run is gone: this peer keeps its own state")
+            return False
         self._tell_what_is_lost(other_side)
         averager = self._state_averager
         shares_state = averager.allow_state_sharing
