@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.compression import (
@@ -92,6 +92,7 @@ def trained(kind: type[torch.optim.Optimizer], scales: list[float]) -> torch.opt
 
 @pytest.mark.parametrize("kind", of_torch(), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("codec", [*ALL, *ADAPTIVE], ids=name_of)
+@settings(max_examples=8)  # of twenty, with each optimizer and each codec
 @given(st.lists(st.sampled_from([1e-6, 1e-3, 1.0, 1e3]), min_size=1, max_size=2))
 def test_the_first_steps_after_a_download_are_of_the_right_size(kind, codec, scales):
     donor = trained(kind, scales)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.documents.pages import ROOT
+from tests.drills import mostly_drills
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
 pytestmark = [
@@ -60,9 +61,12 @@ def test_two_peers_run_the_readme_s_program(tmp_path: Path) -> None:
             peer.communicate()
 
 
-@pytest.fixture
-def _busy() -> Iterator[None]:
+@pytest.fixture(params=mostly_drills([False, True]), ids=["", "busy"])
+def _busy(request: pytest.FixtureRequest) -> Iterator[None]:
     """Another program computes beside the peers, for a few minutes at most."""
+    if not request.param:  # with every change: other tests do so
+        yield
+        return
     code = "import time\nend = time.monotonic() + 240\nwhile time.monotonic() < end: pass"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         yield

@@ -16,6 +16,7 @@ from shoal.dht.validation import CompositeValidator
 from shoal.optim.progress.exchange import MOST_READ
 from shoal.optim.progress.schema import progress_validators
 from shoal.p2p import Identity, Multiaddr
+from tests.drills import mostly_drills
 from tests.hostile.attacks.table import CROWD, false_averagers, false_records
 
 RUN, PEERS = "crowded", 4
@@ -45,7 +46,7 @@ async def _store(node: DHTNode, others: Sequence[DHTNode], records: list[NewReco
         await node.protocol.call_store(other.peer_id, records)
 
 
-@pytest.mark.parametrize("key", ["_progress", "_grad_averager.0b"])
+@pytest.mark.parametrize("key", mostly_drills(["_progress", "_grad_averager.0b"]))
 async def test_the_records_of_a_run_are_found_among_thousands_of_others(key: str) -> None:
     is_progress = key == "_progress"
     async with AsyncExitStack() as stack:

@@ -49,7 +49,7 @@ class Sleeper(Trainer):
 @pytest.mark.parametrize(
     "after", mostly_drills([0.05, 1.5, 0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 2.5, 3.5, 4.5], quick=2)
 )
-@pytest.mark.parametrize("peers", [2, 4])
+@pytest.mark.parametrize("peers", mostly_drills([4, 2]))
 @pytest.mark.parametrize("leads", [True, False], ids=["the first", "the last"])
 def test_others_go_on_while_a_laptop_sleeps_and_when_it_is_back(peers: int, leads: bool, after: float) -> None:
     """Whenever it falls asleep: in a round, between two, or while it looks for a group."""

@@ -23,7 +23,7 @@ def outcomes(peers: int, ratio: int, epoch_seconds: float, fast_is: str, seeds: 
 
 
 PLACES = ("first", "last")
-CASES = [(8, 100, 60.0, "first"), (5, 300, 2.0, "last")]
+CASES = [(3, 100, 60.0, "first"), (5, 300, 2.0, "last")]
 DRILLS = [(n, r, s, f) for n in (2, 3, 5, 8, 20) for r in (10, 30, 100, 300) for s in (2.0, 10.0, 60.0) for f in PLACES]
 
 
@@ -40,10 +40,10 @@ def test_one_fast_peer_costs_a_swarm_nothing(case: tuple[int, int, float, str]) 
     assert goodput >= 0.97 * usual - (0.03 if epoch_seconds < 60 else 0.0)
 
 
-@pytest.mark.parametrize("first", mostly_drills(range(0, 2000, 20)))
+@pytest.mark.parametrize("first", mostly_drills(range(0, 2000, 5)))
 def test_honest_peers_whose_speed_changes_are_never_accused(first: int) -> None:
     """They join and leave in any order, and any of them becomes up to a hundred times faster or slower at any time."""
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 5):
         lives = live_through_bursts(seed)
         assert lives.warnings == (), seed
         assert lives.alone_in_company == 0, seed
@@ -60,7 +60,7 @@ def test_a_step_has_the_samples_that_it_should_have_although_machines_are_busy(p
     assert min(sizes) >= 0.8, "no step begins early because a peer was thought to be faster than it is"
 
 
-@pytest.mark.parametrize("fast_is", ["first", "last"])
+@pytest.mark.parametrize("fast_is", mostly_drills(["first", "last"]))
 @pytest.mark.parametrize("make", [synchronous, low_communication])
 def test_real_optimizers_of_different_speeds_make_the_same_epochs(make: MakeOptimizer, fast_is: str) -> None:
     """Eight peers, one of them a hundred times as fast as each other one."""
@@ -75,7 +75,7 @@ def test_real_optimizers_of_different_speeds_make_the_same_epochs(make: MakeOpti
     assert max(program.longest_step for program in programs) < MATCHMAKING_SECONDS + 1
 
 
-@pytest.mark.parametrize("joins_at", [0.0, 14.0])
+@pytest.mark.parametrize("joins_at", mostly_drills([14.0, 0.0]))
 def test_a_fast_newcomer_is_welcome_at_once(joins_at: float) -> None:
     """A graphics card joins four processors. One of its batches is an epoch."""
     processors = [Program(8, 0.05) for _ in range(4)]

@@ -27,6 +27,7 @@ from shoal.stages.steps import StageNorms, clip_by_global_norm, make_optimizer
 from tests.device import chosen_device, on_cpu_only
 from tests.optim.conftest import wait_until
 
+pytestmark = pytest.mark.oldest
 STEPS, MICROBATCHES, SAMPLES, WIDTH, WORDS = 5, 4, 6, 16, 11
 MAX_NORM = 1.1
 SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)

@@ -24,6 +24,7 @@ from tests.device import chosen_device
 from tests.optim.conftest import in_parallel, over_sockets, wait_until
 from tests.stages.test_compute import ADAMW, MAX_NORM, SAMPLES, SGD, WORDS, Block, Embedding, Head, difference
 
+pytestmark = pytest.mark.oldest
 STEPS, MICROBATCHES, SEED = 5, 4, 1000
 
 

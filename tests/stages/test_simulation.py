@@ -23,7 +23,7 @@ def check(made: Figures, share_twice: float = 0.005, *, in_flight: int = 0) -> N
 
 
 def test_same_seed_gives_the_same_run() -> None:
-    scenario = replace(SMALL, steps=3, session=30.0)
+    scenario = replace(SMALL, steps=3, microbatches=12, session=30.0)
     first, second, other = (simulate("plain", scenario, seed) for seed in (1, 1, 2))
     assert first.trace == second.trace != other.trace
     assert first.deaths == second.deaths > 0
