@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.__main__ import build_parser, main
+from tests.drills import mostly_drills
 
 README = Path(__file__).parents[2] / "README.md"
 COMMANDS = ("demo", "plan", "dht", "doctor", "monitor", "archive", "revive", "server", "token")
@@ -108,7 +109,7 @@ def test_unusable_values_are_refused(
         assert f"must be {what}, got {text}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("encoding", ["ascii:strict", "cp1252:strict"])
+@pytest.mark.parametrize("encoding", mostly_drills(["ascii:strict", "cp1252:strict"]))
 def test_help_where_the_output_lacks_signs(encoding: str) -> None:
     """In a process of its own: the encoding of an output is chosen when Python starts."""
     for command in ((), *((each,) for each in COMMANDS), ("token", "invite")):

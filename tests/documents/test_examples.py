@@ -82,11 +82,11 @@ def join(program: Path, first: Peer, *arguments: str, **options: Any) -> Peer:
 
 EXAMPLES = [
     ("quickstart", "sklearn"),
-    ("vision", "sklearn"),
     ("language_model", "torch"),
     ("lightning_digits", "lightning"),
     ("huggingface", "transformers"),
-    ("lora", "peft"),
+    ("vision", "sklearn"),  # like the quick start
+    ("lora", "peft"),  # like the one with Hugging Face's trainer
 ]
 EXTRAS = {
     "quickstart": "examples",
@@ -102,10 +102,11 @@ TOGETHER = STEP + ".*peers: 2"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-@pytest.mark.parametrize(("name", "needs"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
+@pytest.mark.parametrize("example", mostly_drills(EXAMPLES, quick=4), ids=[name for name, _ in EXAMPLES])
 @pytest.mark.usefixtures("_busy")
-def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, name: str, needs: str) -> None:
+def test_two_peers_train_together_until_they_are_stopped(tmp_path: Path, example: tuple[str, str]) -> None:
     """The second one joins through the line that the first one prints first."""
+    name, needs = example
     pytest.importorskip(needs)
     program = ROOT / "examples" / f"{name}.py"
     # Packages beneath those of Hugging Face and Lightning warn of each other.

@@ -16,6 +16,7 @@ from shoal.optim import progress_tracker
 from shoal.stages import directory, model, moving, placement
 from shoal.stages.compute import StageCompute
 from shoal.stages.host import Pace
+from tests.drills import mostly_drills
 from tests.optim.conftest import over_sockets, wait_until
 from tests.stages.test_compute import SAMPLES, SGD, WORDS
 from tests.stages.test_model import Last, data
@@ -69,7 +70,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counter[int]]:
 
 
 @over_sockets
-@pytest.mark.parametrize("inner", [{}, {"inner_batch_size": 2 * SAMPLES}], ids=["Optimizer", "DiLoCo"])
+@pytest.mark.parametrize("inner", mostly_drills([{}, {"inner_batch_size": 2 * SAMPLES}]), ids=["Optimizer", "DiLoCo"])
 def test_four_and_one_become_three_and_two_while_one_drives(make_dhts, make_peer, counted, caplog, inner):
     dhts = make_dhts(5)
     mover = make_peer(dhts[0], "auto", **inner)

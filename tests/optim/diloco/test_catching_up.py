@@ -33,6 +33,7 @@ from shoal.optim.diloco.slots import Schedule, SlotCounter
 from shoal.optim.history.journal import HASH_BYTES, Entry, Update
 from shoal.optim.history.window import Relation
 from shoal.p2p import PeerID
+from tests.drills import mostly_drills
 from tests.optim.conftest import in_parallel, make_model, wait_until
 from tests.optim.diloco.quadratic import A, B
 from tests.optim.diloco.test_diloco import Trainer, check_same, introduce, train_until_all_agree
@@ -436,7 +437,7 @@ def count_downloads(trainer, monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("delay", [3, None], ids=["a whole slot", "when it is over"])
+@pytest.mark.parametrize("delay", mostly_drills([3, None]), ids=["a whole slot", "when it is over"])
 def test_a_newcomer_joins_between_overlapping_rounds(make_dhts, make, monkeypatch, delay):
     dhts = make_dhts(3)
     old = [make(dht, fragment_sync_delay=delay) for dht in dhts[:2]]
