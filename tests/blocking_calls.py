@@ -34,7 +34,8 @@ def _waits(arguments: tuple[Any, ...]) -> bool:
     return arguments[0].gettimeout() != 0
 
 
-BLOCKING: dict[str, Callable[[tuple[Any, ...]], bool]] = {
+Blocking = dict[str, Callable[[tuple[Any, ...]], bool]]
+BLOCKING: Blocking = {
     "open": _is_file,
     "os.listdir": _always,
     "os.scandir": _always,
@@ -55,8 +56,9 @@ found: list[str] = []
 """What was called, and from where."""
 
 
-def _listen(event: str, arguments: tuple[Any, ...]) -> None:
-    blocks = BLOCKING.get(event)
+def _listen(event: str, arguments: tuple[Any, ...], blocking: Blocking = BLOCKING) -> None:
+    """``blocking`` is an argument because events come until the process ends, when the module's own names are gone."""
+    blocks = blocking.get(event)
     if blocks is None or asyncio._get_running_loop() is None or not blocks(arguments):
         return
     stack = [each for each in traceback.walk_stack(sys._getframe(1)) if each[0].f_code.co_filename != __file__]
