@@ -64,7 +64,7 @@ def test_two_peers_run_the_readme_s_program(tmp_path: Path) -> None:
 @pytest.fixture(params=mostly_drills([False, True]), ids=["", "busy"])
 def _busy(request: pytest.FixtureRequest) -> Iterator[None]:
     """Another program computes beside the peers, for a few minutes at most."""
-    if not request.param:  # with every change: other tests do so
+    if not request.param:  # CI runs other tests beside them
         yield
         return
     code = "import time\nend = time.monotonic() + 240\nwhile time.monotonic() < end: pass"

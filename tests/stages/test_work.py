@@ -12,8 +12,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from shoal.stages.work import UNDER_WAY, Acceptance, Door, MicrobatchID, Phase, Work, Works
 
-pytestmark = pytest.mark.once
-
 WAITING, MAX_BYTES, PATIENCE = 2, 1000, 10.0
 IDENTITIES = [MicrobatchID(b"driver", number) for number in range(5)]
 DOOR = Door(epoch=1)
