@@ -259,7 +259,7 @@ class Swarm(Chain):
         p2p = await machine.run(P2P.create(transport=machine.transport(), rng=machine.rng))
         self.p2ps.append(p2p)
         directory = StageDirectory(self.table, p2p, "run", self.stages)  # type: ignore[arg-type]
-        service = StageService(p2p, "run", directory)
+        service = StageService(p2p, "run", directory, PATIENCE)
         await machine.run(service.start())
         return p2p, service, directory
 
@@ -276,7 +276,7 @@ class Swarm(Chain):
         peer = Peer(self, stage, machine, seconds)
         hop = None
         if stage + 1 < self.stages:
-            shared = directory, Measurements(), service.open_call, PATIENCE, p2p.metrics, machine.rng
+            shared = directory, Measurements(), service, PATIENCE, p2p.metrics, machine.rng
             hop = Hop(stage + 1, self.stages, *shared)
         works = Works(2**30, PATIENCE.microbatch_timeout)
         host = StageHost(stage, p2p.peer_id, directory, peer, works, hop, PATIENCE, max_staleness=self.max_staleness)
@@ -354,7 +354,7 @@ class Swarm(Chain):
             await service.close_step(step, self.stages)
 
         steps = Steps(seat, self.target, close, is_synchronous=self.max_staleness is None)
-        shared = directory, Measurements(), service.open_call, PATIENCE, p2p.metrics, machine.rng
+        shared = directory, Measurements(), service, PATIENCE, p2p.metrics, machine.rng
         driver = Driver(
             p2p.peer_id.to_bytes(),
             Hop(0, self.stages, *shared),

@@ -202,12 +202,12 @@ class Chain:
             p2p.add_addresses(other.peer_id, other.get_addresses(other.peer_id))
             other.add_addresses(p2p.peer_id, p2p.get_addresses(p2p.peer_id))
         self.p2ps.append(p2p)
-        self._started[machine] = machine, p2p, StageService(p2p, "run", self)
+        self._started[machine] = machine, p2p, StageService(p2p, "run", self, PATIENCE)
         return self._started[machine]
 
     def _hop(self, stage: int, p2p: P2P, service: StageService) -> Hop:
         rng = random.Random(len(self.p2ps))
-        return Hop(stage, self.stages, self, Measurements(), service.open_call, PATIENCE, p2p.metrics, rng)
+        return Hop(stage, self.stages, self, Measurements(), service, PATIENCE, p2p.metrics, rng)
 
     async def add(self, *stages: int, epoch: int = 0) -> list[FakeCompute]:
         """One more machine, with these stages."""

@@ -431,19 +431,22 @@ class Call:
         size, self.payload_size = self.payload_size, 0
         return await read_new(self.connection.stream, size)
 
+    async def skip_payload(self) -> None:
+        """Receive the payload, and forget it."""
+        scratch = memoryview(bytearray(min(self.payload_size, READ_STEP_BYTES)))
+        while self.payload_size:
+            piece = min(len(scratch), self.payload_size)
+            await self.connection.stream.read_exactly_into(scratch[:piece])
+            self.payload_size -= piece
+
     async def drain(self) -> None:
         """Discard what the other side still sends, for a short while, so that it can read why the call failed."""
-        if self.received_end and not self.payload_size:
-            return
-        scratch = memoryview(bytearray(READ_STEP_BYTES))
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT):
-                while self.payload_size or not self.received_end:
-                    if not self.payload_size:
-                        prefix, _ = await self.connection.receive()
-                        self.received_end, self.payload_size = prefix.is_end, prefix.payload_bytes
-                    piece = min(len(scratch), self.payload_size)
-                    await self.connection.stream.read_exactly_into(scratch[:piece])
-                    self.payload_size -= piece
+                await self.skip_payload()
+                while not self.received_end:
+                    prefix, _ = await self.connection.receive()
+                    self.received_end, self.payload_size = prefix.is_end, prefix.payload_bytes
+                    await self.skip_payload()
         except (TimeoutError, StreamClosedError):
             return

@@ -164,18 +164,18 @@ def cut(tensors: Sequence[TensorMetadata]) -> Iterator[Slice]:
             yield Slice(index, start, min(count, start + PIECE_VALUES))
 
 
-def messages_of(tensors: Sequence[TensorMetadata]) -> list[list[Slice]]:
+def messages_of(tensors: Sequence[TensorMetadata]) -> Iterator[list[Slice]]:
     """The pieces of each message. The first one may have none."""
-    messages: list[list[Slice]] = [[]]
+    message: list[Slice] = []
     room = MESSAGE_BYTES
     for piece in cut(tensors):
         nbytes = _nbytes(piece, tensors[piece.tensor])
-        if nbytes > room and messages[-1]:
-            messages.append([])
-            room = MESSAGE_BYTES
-        messages[-1].append(piece)
+        if nbytes > room and message:
+            yield message
+            message, room = [], MESSAGE_BYTES
+        message.append(piece)
         room -= nbytes
-    return messages
+    yield message
 
 
 def _nbytes(piece: Slice, metadata: TensorMetadata) -> int:
@@ -191,13 +191,20 @@ def _encode(flat: torch.Tensor, codec: CompressionBase) -> Buffer:
 
 
 async def send_tensors(
-    call: Call, structure: Any, codec_for: CodecFor | None = None, *, end: bool = False, silence: float | None = None
+    call: Call,
+    structure: Any,
+    codec_for: CodecFor | None = None,
+    *,
+    before: Header | None = None,
+    end: bool = False,
+    silence: float | None = None,
 ) -> int:
     """Send a structure of tensors.
 
     Args:
         structure: its tensors may be on any device.
         codec_for: chooses the codec of each floating-point tensor; default: none is rounded.
+        before: a message that goes ahead of them, if they can be sent.
         end: this is the last thing that this side sends.
         silence: how many seconds the other side may not read; ``None``: any number.
 
@@ -226,8 +233,10 @@ async def send_tensors(
         is_heavy = any(codecs[index] is not EXACT and stop - start > _INLINE_VALUES for index, start, stop in pieces)
         return await run_in_worker(encode, pieces) if is_heavy else encode(pieces)
 
-    messages, total = messages_of(listed), 0
+    messages, total = list(messages_of(listed)), 0
     buffers = await encoded(messages[0])
+    if before is not None:
+        call.put(before)
     for number in range(len(messages)):
         is_last = number + 1 == len(messages)
         # The next pieces are encoded while these are on their way.
@@ -247,6 +256,10 @@ async def send_tensors(
     return total
 
 
+class TensorsTooLargeError(ValueError):
+    """Tensors would take more memory than is allowed. Nothing of them has been received."""
+
+
 class _Arriving:
     """Tensors whose values are on their way.
 
@@ -254,7 +267,7 @@ class _Arriving:
         max_bytes: the most memory that they may take.
 
     Raises:
-        ValueError: they take more.
+        TensorsTooLargeError: they take more.
         ProtocolError: there can be no such tensors.
     """
 
@@ -268,7 +281,7 @@ class _Arriving:
             raise ProtocolError(str(e)) from None
         nbytes = sum(dtype.itemsize * count for dtype, count in kinds)
         if nbytes > max_bytes:
-            raise ValueError(f"tensors of {nbytes} bytes are too large: allowed are {max_bytes}")
+            raise TensorsTooLargeError(f"tensors of {nbytes} bytes are too large: allowed are {max_bytes}")
         self._metadata = listed.tensors
         self.tensors = [empty(each.size, dtype) for each, (dtype, _) in zip(listed.tensors, kinds, strict=True)]
         self._flats = [each.view(-1) for each in self.tensors]
@@ -325,15 +338,47 @@ async def receive_tensors(call: Call, max_bytes: int, silence: float | None = No
         The structure, with tensors on the CPU, and the bytes of the values on the wire.
 
     Raises:
-        ValueError: the tensors would take more memory. The sender can still be told.
+        TensorsTooLargeError: the tensors would take more memory. The sender can still be told.
         ProtocolError: the sender sends something else, or malformed tensors.
         TimeoutError: the sender was silent.
         StreamClosedError, P2PHandlerError: as for :meth:`Call.receive`.
     """
     async with asyncio.timeout(silence):
-        listed = await call.receive(TensorList)
+        listed = await receive_list(call)
+    return await receive_listed(call, listed, max_bytes, silence)
+
+
+async def receive_list(call: Call) -> TensorList:
+    """Receive what announces tensors; then :func:`receive_listed` or :func:`skip_listed`.
+
+    Raises:
+        ProtocolError, StreamClosedError, P2PHandlerError: as for :func:`receive_tensors`.
+    """
+    listed = await call.receive(TensorList)
     if listed is None:
         raise ProtocolError("the call ended where tensors were expected")
+    return listed
+
+
+async def skip_listed(call: Call, listed: TensorList) -> None:
+    """Receive tensors, and forget them.
+
+    Raises:
+        ProtocolError, StreamClosedError, P2PHandlerError: as for :func:`receive_tensors`.
+    """
+    try:
+        for number, _ in enumerate(messages_of(listed.tensors)):
+            if number and await call.receive(Pieces) is None:
+                raise ProtocolError("the call ended in the middle of tensors")
+            await call.skip_payload()
+    except ValueError as e:
+        raise ProtocolError(f"a malformed tensor: {e}") from e
+
+
+async def receive_listed(
+    call: Call, listed: TensorList, max_bytes: int, silence: float | None = None
+) -> tuple[Any, int]:
+    """Receive the tensors of a list; see :func:`receive_tensors`."""
     arriving, total = _Arriving(listed, max_bytes), 0
     message: TensorList | Pieces | None = listed
     decoding: asyncio.Future[None] | None = None

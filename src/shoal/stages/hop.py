@@ -4,10 +4,13 @@ One call leads through the next stage and all that follow it, because the peer t
 
     caller ► callee   Request                              while the caller still computes
     callee ► caller   Admission
-    caller ► callee   tensors                              unless the callee has them already
+    caller ► callee   tensors, over the channel            unless the callee has them already
     callee ► caller   News, any number                     which peers are ahead, and whether they wait for a step
-    callee ► caller   StageOutcome, and the gradient of the tensors
+    callee ► caller   the gradient of the tensors, over the channel
+    callee ► caller   StageOutcome
     caller ► callee   end                                  everything that follows from the gradient is passed on
+
+The microbatches of two peers share a :mod:`~shoal.stages.channel` for their tensors.
 
 A peer that fails is replaced on the spot. The caller keeps what it has sent until the gradient is here. If a connection
 breaks, it asks the same peer once more, which knows the microbatch. Otherwise, and after a silence, it chooses another
@@ -36,28 +39,20 @@ from shoal.base.backoff import Backoffs
 from shoal.base.bounded import Bounded
 from shoal.base.clock import get_dht_time
 from shoal.base.logs import Seldom
-from shoal.base.tasks import all_of, cancel_and_wait, wait_at_most
+from shoal.base.tasks import all_of, cancel_and_wait, first_completed, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import (
-    InterruptedDialError,
-    P2PDaemonError,
-    P2PHandlerError,
-    ProtocolError,
-    ShoalError,
-    StreamClosedError,
-)
+from shoal.errors import InterruptedDialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
-from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
+from shoal.serving.tensors import EXACT, tensors_of
+from shoal.stages.channel import CALL_FAILURES, PULSES, Channel, Key, SilentPeerError, lively
 from shoal.stages.choice import MOST_MEASURED, Measurements, choose
 from shoal.stages.directory import LIFETIME, MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
 
 logger = logging.getLogger(__name__)
 
-# The ways in which a call fails because of the other peer. The last two come from malformed tensors.
-CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError, ValueError, RuntimeError)
 # The first and the longest pause before peers are chosen from again, when none can be asked now, in seconds. Chosen.
 PAUSE, LONGEST_PAUSE = 0.05, 1.0
 # Peers of a stage that may fail at one microbatch, before it is the microbatch that is at fault. Chosen.
@@ -71,8 +66,6 @@ MOST_RESTS = 4
 SLOW, ALPHA = 4.0, 0.1
 # Calls to one peer at a time. Chosen: each takes a connection, and other calls need some of MAX_DIALLED_PER_PEER, too.
 MOST_CALLS = 20
-# Heartbeats within the time after which a silent peer is given up.
-PULSES = 4
 
 Route = Annotated[list[PeerIDBytes], msgspec.Meta(max_length=MAX_STAGES)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
@@ -93,6 +86,8 @@ class Request(Header):
     stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)] = 0
     below: Route = msgspec.field(default_factory=list)
     """Peers of the stages after this one that may know the microbatch."""
+    channel: Count = 0
+    """The number of the channel that its tensors take."""
 
 
 class StageReply(Header, tag=0):
@@ -133,7 +128,7 @@ class FailureCause(IntEnum):
 
 
 class StageOutcome(StageReply, tag=3):
-    """The microbatch has come through, or why not. In the first case, its losses and the gradient follow."""
+    """The microbatch has come through, or why not. In the first case, its losses and the gradient have been sent."""
 
     cause: FailureCause = FailureCause.NONE
     text: Text = ""
@@ -151,10 +146,6 @@ class StageFailure(ShoalError):
     def __init__(self, cause: FailureCause, text: str, epoch: int = 0) -> None:
         super().__init__(text)
         self.cause, self.epoch = cause, epoch
-
-
-class SilentPeerError(StreamClosedError):
-    """A call was cut, because the other peer showed no sign of life."""
 
 
 class PeerTurnedAway(ShoalError):
@@ -207,11 +198,14 @@ class Peers(Protocol):
         """There is nobody to choose: look soon."""
 
 
-class OpenCall(Protocol):
-    """Opens calls to stage peers, this one included."""
+class StageNetwork(Protocol):
+    """Leads to stage peers, this one included."""
 
-    def __call__(self, peer: PeerID, *, anew: bool) -> AbstractAsyncContextManager[Call]:
-        """Call a peer; ``anew``: over a new connection."""
+    def open_call(self, peer: PeerID, *, anew: bool) -> AbstractAsyncContextManager[Call]:
+        """Call a peer for a microbatch; ``anew``: over a new connection."""
+
+    def channel_to(self, peer: PeerID, *, anew: bool) -> AbstractAsyncContextManager[Channel]:
+        """The channel for the tensors of microbatches; ``anew``: over a new connection, if there is none yet."""
 
 
 class Changes:
@@ -227,40 +221,6 @@ class Changes:
         self.next = asyncio.Event()
 
 
-@asynccontextmanager
-async def lively(call: Call, silence: float) -> AsyncIterator[None]:
-    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for.
-
-    Raises:
-        SilentPeerError: it was cut.
-    """
-    stream, now = call.connection.stream, asyncio.get_running_loop().time
-    is_silent = False
-
-    async def watch() -> None:
-        nonlocal is_silent
-        received, since = stream.received, now()
-        while not stream.closed:
-            await asyncio.sleep(silence / PULSES)
-            if not call.sent_end:
-                call.connection.show_life()
-            if stream.received != received or not stream.is_awaited:
-                received, since = stream.received, now()
-            elif now() - since >= silence:
-                is_silent = True
-                stream.abort()
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield
-    except StreamClosedError as e:
-        if is_silent:
-            raise SilentPeerError(str(e)) from e
-        raise
-    finally:
-        await cancel_and_wait(watching)
-
-
 class Hop:
     """The way from this peer to one stage.
 
@@ -269,9 +229,8 @@ class Hop:
         count: the number of stages.
         peers: knows who holds it.
         measured: how fast these peers have been.
-        open_call: calls them.
+        network: leads to them.
         codec: of the tensors that are sent there, except labels and what else later stages need.
-        max_bytes: the most memory of what comes back.
         rng: chooses among equal peers.
     """
 
@@ -281,18 +240,17 @@ class Hop:
         count: int,
         peers: Peers,
         measured: Measurements,
-        open_call: OpenCall,
+        network: StageNetwork,
         patience: Patience,
         metrics: Metrics,
         rng: random.Random,
         codec: CompressionBase = EXACT,
-        max_bytes: int = 2**32,
     ) -> None:
         self.stage, self.count, self._least_limit = stage, count, patience.limit(stage, count)
         # Seconds that this stage and all after it work on a microbatch, those included in which it waits for others.
         self._usual = 0.0
-        self.peers, self.measured, self.open_call, self.patience = peers, measured, open_call, patience
-        self.metrics, self.rng, self.codec, self.max_bytes = metrics, rng, codec, max_bytes
+        self.peers, self.measured, self.network, self.patience = peers, measured, network, patience
+        self.metrics, self.rng, self.codec = metrics, rng, codec
         self.warn_seldom = Seldom(logger.warning)
         self._now = asyncio.get_running_loop().time
         self.busy: Bounded[PeerID, float] = Bounded(MOST_MEASURED)
@@ -521,12 +479,15 @@ class Passage:
     async def _attempt(self, peer: PeerID, *, anew: bool) -> None:
         hop = self._hop
         request = msgspec.structs.replace(self._request, stage=hop.stage, below=self._below)
+        key = Key(hop.stage, request.driver, request.sequence)
         hop.calls[peer] += 1
         try:
             async with AsyncExitStack() as stack:
+                channel = await stack.enter_async_context(hop.network.channel_to(peer, anew=anew))
+                arrival = stack.enter_context(channel.expecting(key))
                 async with asyncio.timeout(hop.patience.request_timeout):
-                    call = await stack.enter_async_context(hop.open_call(peer, anew=anew))
-                    await call.send(request)
+                    call = await stack.enter_async_context(hop.network.open_call(peer, anew=anew))
+                    await call.send(msgspec.structs.replace(request, channel=channel.number))
                     admission = await call.receive(StageReply)
                     if not isinstance(admission, Admission):
                         raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
@@ -538,8 +499,8 @@ class Passage:
                 self._note([peer.to_bytes(), *self._below], waits=False)
                 await stack.enter_async_context(lively(call, hop.patience.request_timeout))
                 self._is_calling, self._is_sent = True, admission.code is Acceptance.KNOWN
-                talking = [self._end(call), self._hear(call, peer)]
-                await all_of(*talking, *([] if self._is_sent else [self._give(call)]))
+                talking = [self._end(call), self._hear(call, peer), self._take(arrival, peer)]
+                await all_of(*talking, *([] if self._is_sent else [self._give(channel, key)]))
         except CALL_FAILURES:
             if not self._result.done() and not self._over.is_set():
                 raise
@@ -557,15 +518,25 @@ class Passage:
             )
         raise PeerTurnedAway(admission.code)
 
-    async def _give(self, call: Call) -> None:
+    async def _give(self, channel: Channel, key: Key) -> None:
         cargo = await asyncio.shield(self._cargo)
         self._sent_at = self._now()
         exact = {id(each) for each in tensors_of([cargo.labels, cargo.extras])}
         codec = self._hop.codec
-        await send_tensors(call, list(cargo), lambda tensor: EXACT if id(tensor) in exact else codec)
+        await channel.send(key, list(cargo), lambda tensor: EXACT if id(tensor) in exact else codec)
         self._is_sent = True
 
+    async def _take(self, arrival: asyncio.Future[Any], peer: PeerID) -> None:
+        """Take what comes back, unless nobody waits for it any more."""
+        await first_completed(asyncio.shield(arrival), self._over.wait())
+        if arrival.done():
+            result = _checked(await arrival)
+            self._note_done(peer)
+            if not self._result.done():  # otherwise it is cancelled: nobody waits any more
+                self._result.set_result(result)
+
     async def _hear(self, call: Call, peer: PeerID) -> None:
+        has_come_through = False
         while (reply := await call.receive(StageReply)) is not None:
             if isinstance(reply, News):
                 self._below = reply.route
@@ -573,14 +544,10 @@ class Passage:
                 if reply.is_on:
                     self._note_done(peer)
             elif isinstance(reply, StageOutcome) and reply.cause is FailureCause.NONE:
-                arrived, _ = await receive_tensors(call, self._hop.max_bytes)
-                result = _checked(arrived)
-                self._note_done(peer)
-                if not self._result.done():  # otherwise it is cancelled: nobody waits any more
-                    self._result.set_result(result)
+                has_come_through = True
             elif isinstance(reply, StageOutcome):
                 raise StageFailure(reply.cause, reply.text, reply.epoch)
-        if not self._result.done() and not self._over.is_set():
+        if not (has_come_through or self._over.is_set()):
             raise ProtocolError(f"peer {peer} of stage {self._hop.stage} ends a call without an outcome")
 
     async def _end(self, call: Call) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from statistics import median_low
 from typing import Any, Protocol, TypeVar
 
@@ -34,13 +34,21 @@ from shoal.base.bounded import Bounded
 from shoal.base.logs import Seldom, words_of
 from shoal.base.tasks import BackgroundTasks, cancel_and_wait, wait_at_most
 from shoal.compression import CompressionBase
-from shoal.errors import BusyError, MicrobatchError, MicrobatchNotFiniteError, ProtocolError, ShoalError
+from shoal.errors import (
+    BusyError,
+    MicrobatchError,
+    MicrobatchNotFiniteError,
+    ProtocolError,
+    ShoalError,
+    StreamClosedError,
+)
 from shoal.metrics import Metrics
 from shoal.net.connection import CallFailure, Connection, Hello
 from shoal.net.memory import Piece, PipeEnd
 from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
-from shoal.serving.tensors import EXACT, receive_tensors, send_tensors, tensors_of
+from shoal.serving.tensors import EXACT, tensors_of
+from shoal.stages.channel import CALL_FAILURES, Channel, Channels, Key, lively
 from shoal.stages.compute import StageTask
 from shoal.stages.directory import (
     LIFETIME,
@@ -52,7 +60,6 @@ from shoal.stages.directory import (
     reached_by_most,
 )
 from shoal.stages.hop import (
-    CALL_FAILURES,
     Admission,
     Cargo,
     Changes,
@@ -65,7 +72,6 @@ from shoal.stages.hop import (
     Result,
     StageFailure,
     StageOutcome,
-    lively,
 )
 from shoal.stages.steps import MOST_STEPS, StageNorms
 from shoal.stages.work import Acceptance, Door, MicrobatchID, Phase, Work, Works
@@ -187,7 +193,6 @@ class StageHost:
         norms: those of the gradients of all stages, if they are clipped.
         max_staleness: see :class:`~shoal.stages.work.Door`; ``None`` = synchronous.
         codec: of the gradients that are sent back.
-        max_bytes: the most memory of the tensors of a microbatch.
     """
 
     def __init__(
@@ -203,7 +208,6 @@ class StageHost:
         norms: StageNorms | None = None,
         max_staleness: int | None = None,
         codec: CompressionBase = EXACT,
-        max_bytes: int = 2**32,
     ) -> None:
         self.stage, self.compute, self.works, self.next_hop, self.norms = stage, compute, works, next_hop, norms
         self._me, self._peers = me, peers
@@ -211,7 +215,7 @@ class StageHost:
         """The step whose microbatches it computes: the last one that has been made completely."""
         self.is_leaving = False
         """It finishes what it has, and accepts nothing new."""
-        self._patience, self._max_staleness, self._codec, self._max_bytes = patience, max_staleness, codec, max_bytes
+        self._patience, self._max_staleness, self._codec = patience, max_staleness, codec
         self._is_closed = False
         self._ways: dict[MicrobatchID, RunningWork] = {}
         # The last step that is known to be over. And what others say is over: by peer the step, and since when.
@@ -275,23 +279,20 @@ class StageHost:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def carry(self, call: Call, request: Request, caller: PeerID) -> None:
-        """Serve one call for a microbatch."""
-        code, way = self._admit(request, caller)
-        is_served = False
-        try:
-            await call.send(Admission(code=code, epoch=self._next_step), end=way is None)
-            if way is None:
-                return
-            async with lively(call, self._patience.request_timeout):
-                if code is Acceptance.ACCEPTED:
-                    arrived, _ = await receive_tensors(call, self._max_bytes)
-                    self._begin(way, arrived)
-                    self.note_brought(caller, PeerID(request.driver))
-                is_served = await self._answer(call, way)
-        finally:
-            if way is not None:
-                self._leave(way, is_served=is_served)
+    async def carry(self, call: Call, request: Request, caller: PeerID, channel: Channel) -> None:
+        """Serve one call for a microbatch, whose tensors take a channel."""
+        with channel.expecting(Key(self.stage, request.driver, request.sequence)) as arrival:
+            code, way = self._admit(request, caller)
+            is_served = False
+            try:
+                await call.send(Admission(code=code, epoch=self._next_step), end=way is None)
+                if way is not None:
+                    async with lively(call, self._patience.request_timeout):
+                        is_expected = code is Acceptance.ACCEPTED
+                        is_served = await self._answer(call, way, channel, arrival if is_expected else None)
+            finally:
+                if way is not None:
+                    self._leave(way, is_served=is_served)
 
     def note_brought(self, *peers: PeerID) -> None:
         """These peers take part: they have brought a microbatch."""
@@ -327,9 +328,14 @@ class StageHost:
             way.cargo = cargo
             way.running = self._tasks.spawn(self._run(way))
 
-    async def _answer(self, call: Call, way: RunningWork) -> bool:
-        """Tell the caller how its microbatch fares, until it says goodbye; returns whether it did."""
-        telling, ending = asyncio.ensure_future(self._tell(call, way)), asyncio.ensure_future(call.receive(Request))
+    async def _answer(self, call: Call, way: RunningWork, channel: Channel, arrival: Awaitable[Any] | None) -> bool:
+        """Tell the caller how its microbatch fares, until it says goodbye; returns whether it did.
+
+        Args:
+            arrival: of the tensors of the microbatch; ``None`` if they are here.
+        """
+        telling = asyncio.ensure_future(self._tell(call, way, channel, arrival))
+        ending = asyncio.ensure_future(call.receive(Request))
         try:
             await asyncio.wait([telling, ending], return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
@@ -340,23 +346,29 @@ class StageHost:
         finally:
             await cancel_and_wait(telling, ending)
 
-    async def _tell(self, call: Call, way: RunningWork) -> None:
-        told = News(route=[])
-        while way.outcome is None:
-            change, news = way.changes.next, way.news
-            if self._is_closed:
-                raise BusyError("this peer leaves")
-            if news == told:
-                await change.wait()
-            else:
-                await call.send(news)
-                told = news
-        if way.result is None:
+    async def _tell(self, call: Call, way: RunningWork, channel: Channel, arrival: Awaitable[Any] | None) -> None:
+        try:
+            if arrival is not None:
+                self._begin(way, await arrival)
+                self.note_brought(call.remote, PeerID(way.request.driver))
+            told = News(route=[])
+            while way.outcome is None:
+                change, news = way.changes.next, way.news
+                if self._is_closed:
+                    raise BusyError("this peer leaves")
+                if news == told:
+                    await change.wait()
+                else:
+                    await call.send(news)
+                    told = news
+            if way.result is not None:
+                losses, grads = way.result
+                key = Key(self.stage, way.request.driver, way.request.sequence)
+                await channel.send(key, [losses, grads], lambda each: EXACT if each is losses else self._codec)
             await call.send(way.outcome, end=True)
-            return
-        losses, grads = way.result
-        call.put(way.outcome)
-        await send_tensors(call, [losses, grads], lambda each: EXACT if each is losses else self._codec, end=True)
+        except StreamClosedError:
+            call.connection.abort()  # if only the channel has broken, the caller asks once more
+            raise
 
     def _leave(self, way: RunningWork, *, is_served: bool) -> None:
         if self.works.leave(way.work, self._now(), is_served=is_served):
@@ -608,9 +620,9 @@ class StageHost:
     async def _finish_works(self, step: int) -> None:
         """Wait until no microbatch of a step, or of one before, is under way. With synchronous steps, their drivers are
         done, so only orphans can be left; otherwise those that take too long are dropped, too."""
-        now, began = self._now, self._now()
-        while self.works.holds(step) and now() - began < self._patience.request_timeout:
-            await wait_at_most(self.changes.next, began + self._patience.request_timeout - now())
+        until = self._now() + self._patience.request_timeout
+        while self.works.holds(step) and self._now() < until:
+            await wait_at_most(self.changes.next, until - self._now())
         for way in [way for way in self._ways.values() if way.work.trains and way.work.step <= step]:
             if way.outcome is None and way.running is not None:
                 way.running.cancel()
@@ -654,9 +666,10 @@ class StageService(ServicerBase):
         peers: knows who holds which stage.
     """
 
-    def __init__(self, p2p: P2P, run_id: str, peers: Peers) -> None:
+    def __init__(self, p2p: P2P, run_id: str, peers: Peers, patience: Patience) -> None:
         self.p2p, self.run_id, self._peers = p2p, run_id, peers
         self.hosts: dict[int, StageHost] = {}
+        self._channels = Channels(self._open_channel, p2p.rng, patience.request_timeout)
         self._tasks = BackgroundTasks(logger, f"the stages of run {run_id!r}")
 
     async def start(self) -> None:
@@ -668,6 +681,7 @@ class StageService(ServicerBase):
         await asyncio.gather(*(host.drain(seconds) for host in self.hosts.values()))
         await self.remove_p2p_handlers(self.p2p, namespace=self.run_id)
         await self._tasks.close()
+        await self._channels.stop()
 
     def _host_of(self, stage: int) -> StageHost:
         if stage not in self.hosts:
@@ -680,7 +694,13 @@ class StageService(ServicerBase):
         request = await call.receive(Request)
         if request is None:
             raise ProtocolError("a call for a microbatch without a request")
-        await self._host_of(request.stage).carry(call, request, context.remote_id)
+        host = self._host_of(request.stage)
+        await host.carry(call, request, context.remote_id, await self._channels.of(context.remote_id, request.channel))
+
+    @patient
+    async def rpc_channel(self, call: Call, context: P2PContext) -> None:
+        """Carry the tensors of a caller's microbatches; see :mod:`shoal.stages.channel`."""
+        await self._channels.serve(call, context.remote_id)
 
     async def rpc_close(self, request: CloseStep, context: P2PContext) -> Closed:
         """A driver says that a step is over."""
@@ -736,18 +756,25 @@ class StageService(ServicerBase):
 
         await asyncio.gather(*map(tell, peers))
 
-    @asynccontextmanager
-    async def open_call(self, peer: PeerID, *, anew: bool) -> AsyncIterator[Call]:
-        """Call a stage peer, which may be this one."""
+    def open_call(self, peer: PeerID, *, anew: bool) -> AbstractAsyncContextManager[Call]:
+        """Call a stage peer, which may be this one, for a microbatch."""
+        return self._open(peer, "rpc_carry", anew)
+
+    def channel_to(self, peer: PeerID, *, anew: bool) -> AbstractAsyncContextManager[Channel]:
+        """The channel to a stage peer, which may be this one."""
+        return self._channels.to(peer, anew=anew)
+
+    def _open_channel(self, peer: PeerID, anew: bool) -> AbstractAsyncContextManager[Call]:
+        return self._open(peer, "rpc_channel", anew)
+
+    def _open(self, peer: PeerID, method: str, anew: bool) -> AbstractAsyncContextManager[Call]:
         if peer == self.p2p.peer_id:
-            async with call_itself(self.p2p, self.rpc_carry) as call:
-                yield call
-            return
+            return call_itself(self.p2p, getattr(self, method))
         stub = StageService.get_stub(self.p2p, peer, namespace=self.run_id)
         if anew:
             stub.dial_anew()
-        async with stub.rpc_carry() as call:
-            yield call
+        opening: AbstractAsyncContextManager[Call] = getattr(stub, method)()
+        return opening
 
 
 class _Pipe(PipeEnd):

@@ -479,7 +479,7 @@ class _Network:
         p2p = model.dht.p2p
         self.run_id, self.count, self.options, self.p2p = model.run_id, len(model.stages), model.options, p2p
         self.directory = StageDirectory(model.dht.node, p2p, model.run_id, self.count)
-        self.service = StageService(p2p, model.run_id, self.directory)
+        self.service = StageService(p2p, model.run_id, self.directory, self.options.patience)
         self._measured = Measurements()
         self._computes: dict[int, StageCompute] = {}
         self.is_auto = False
@@ -511,7 +511,7 @@ class _Network:
 
     def _hop_to(self, stage: int) -> Hop:
         codec = EXACT if stage == 0 else self.options.compression[stage - 1]
-        shared = self.directory, self._measured, self.service.open_call, self.options.patience
+        shared = self.directory, self._measured, self.service, self.options.patience
         return Hop(stage, self.count, *shared, self.p2p.metrics, self.p2p.rng, codec)
 
     # --- stages -------------------------------------------------------------------------------------------------------

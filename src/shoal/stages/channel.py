@@ -1,0 +1,323 @@
+"""The tensors of all microbatches between two peers take one connection, one after another.
+
+A connection that has rested begins slowly (slow start, RFC 5681, section 4.1): a microbatch of a quarter of a megabyte
+would take three to five round trips. One that all microbatches share hardly ever rests. It is opened by the peer that
+sends microbatches, and leads both ways::
+
+    caller ► callee   Start
+    caller ► callee   Delivery, the inputs of a stage            any number
+    callee ► caller   Delivery, the losses and the gradients     any number
+
+Everything else about a microbatch is said in a call of its own, see :mod:`~shoal.stages.hop`. A microbatch whose
+channel breaks is asked for once more, over another channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait
+from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.net.transport import Count, Header, PeerIDBytes
+from shoal.p2p import Call, PeerID
+from shoal.serving.tensors import (
+    CodecFor,
+    TensorsTooLargeError,
+    receive_list,
+    receive_listed,
+    send_tensors,
+    skip_listed,
+    tensors_of,
+)
+from shoal.stages.directory import MAX_STAGES
+
+logger = logging.getLogger(__name__)
+
+# The ways in which a call fails because of the other peer. The last two come from malformed tensors.
+CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError, ValueError, RuntimeError)
+# Heartbeats within the time after which a silent peer is given up.
+PULSES = 4
+# Afterwards, new microbatches take a new channel, in seconds. Chosen: there may be a way without a relay by now.
+CHANNEL_SECONDS = 60.0
+# The most memory of the tensors of a microbatch (chosen).
+MAX_BYTES = 2**32
+
+
+class SilentPeerError(StreamClosedError):
+    """A call was cut, because the other peer showed no sign of life."""
+
+
+class Start(Header):
+    """The first message of a channel."""
+
+    number: Count
+
+
+class Delivery(Header):
+    """Tensors of a microbatch follow."""
+
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
+    driver: PeerIDBytes
+    sequence: Count
+
+
+class Key(NamedTuple):
+    """What tensors belong to: a microbatch at a stage."""
+
+    stage: int
+    driver: bytes
+    sequence: int
+
+
+class _Outgoing(NamedTuple):
+    key: Key
+    structure: Any
+    codec_for: CodecFor
+    sent: asyncio.Future[Any]
+
+
+@asynccontextmanager
+async def lively(call: Call, silence: float) -> AsyncIterator[None]:
+    """Send heartbeats on a call, and cut it if nothing arrives for some seconds while something is waited for.
+
+    Raises:
+        SilentPeerError: it was cut.
+    """
+    stream, now = call.connection.stream, asyncio.get_running_loop().time
+    is_silent = False
+
+    async def watch() -> None:
+        nonlocal is_silent
+        received, since = stream.received, now()
+        while not stream.closed:
+            await asyncio.sleep(silence / PULSES)
+            if not call.sent_end:
+                call.connection.show_life()
+            if stream.received != received or not stream.is_awaited:
+                received, since = stream.received, now()
+            elif now() - since >= silence:
+                is_silent = True
+                stream.abort()
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield
+    except StreamClosedError as e:
+        if is_silent:
+            raise SilentPeerError(str(e)) from e
+        raise
+    finally:
+        await cancel_and_wait(watching)
+
+
+class Channel:
+    """One end of a channel.
+
+    Args:
+        number: tells channels of the same peers apart.
+        silence: a peer that shows no sign of life for so many seconds has failed.
+    """
+
+    def __init__(self, number: int, silence: float) -> None:
+        self.number, self.users, self.opened_at = number, 0, asyncio.get_running_loop().time()
+        self._silence = silence
+        self._outgoing: asyncio.Queue[_Outgoing | None] = asyncio.Queue()
+        self._expected: dict[Key, asyncio.Future[Any]] = {}
+        self._promises: dict[asyncio.Future[Any], None] = {}
+        self._error: Exception | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it carries nothing more."""
+        return self._error is not None
+
+    async def run(self, call: Call) -> None:
+        """Carry tensors over a call, until one side has ended it."""
+        async with lively(call, self._silence):
+            await all_of(self._write(call), self._read(call))
+
+    def close(self) -> None:
+        """Carry what has been sent, and then nothing more."""
+        self._outgoing.put_nowait(None)
+
+    def end(self, error: Exception) -> None:
+        """The call has ended: those that wait fail."""
+        self._error = error
+        for promise in self._promises:
+            if not promise.done():
+                promise.set_exception(copy.copy(error))  # each one gets a traceback of its own
+
+    @contextmanager
+    def _promise(self) -> Iterator[asyncio.Future[Any]]:
+        promise: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._promises[promise] = None
+        if self._error is not None:
+            promise.set_exception(copy.copy(self._error))
+        try:
+            yield promise
+        finally:
+            del self._promises[promise]
+            if not promise.cancel() and not promise.cancelled():
+                promise.exception()  # marks it as retrieved
+
+    @contextmanager
+    def expecting(self, key: Key) -> Iterator[asyncio.Future[Any]]:
+        """Tensors may come while this lasts. Others are thrown away.
+
+        Returns:
+            Their structure, later. It fails with :class:`~shoal.serving.tensors.TensorsTooLargeError`, or as the call
+            has failed.
+        """
+        with self._promise() as arrival:
+            self._expected[key] = arrival
+            try:
+                yield arrival
+            finally:
+                if self._expected.get(key) is arrival:
+                    del self._expected[key]
+
+    async def send(self, key: Key, structure: Any, codec_for: CodecFor) -> None:
+        """Send tensors after those that others have sent. Once begun, they are sent as a whole.
+
+        Raises:
+            TypeError: they cannot be sent.
+            P2PDaemonError, P2PHandlerError: the call has failed.
+        """
+        tensors_of(structure)  # what cannot be sent must not end the channel of others
+        with self._promise() as sent:
+            self._outgoing.put_nowait(_Outgoing(key, structure, codec_for, sent))
+            del structure
+            await sent
+
+    async def _write(self, call: Call) -> None:
+        while (outgoing := await self._outgoing.get()) is not None:
+            key, structure, codec_for, sent = outgoing
+            del outgoing
+            if not sent.done():
+                await send_tensors(call, structure, codec_for, before=Delivery(*key))
+            del structure  # before the next one comes
+            if not sent.done():
+                sent.set_result(None)
+        await call.send_end()
+
+    async def _read(self, call: Call) -> None:
+        while (delivery := await call.receive(Delivery)) is not None:
+            listed = await receive_list(call)
+            arrival = self._expected.get(Key(delivery.stage, delivery.driver, delivery.sequence))
+            if arrival is None or arrival.done():
+                await skip_listed(call, listed)
+                continue
+            try:
+                structure, _ = await receive_listed(call, listed, MAX_BYTES)
+            except TensorsTooLargeError as e:
+                if not arrival.done():
+                    arrival.set_exception(e)
+                await skip_listed(call, listed)
+                continue
+            if not arrival.done():
+                arrival.set_result(structure)
+            del structure, arrival
+        self.close()
+
+
+class Channels:
+    """The channels of this peer.
+
+    Args:
+        open_call: calls a peer that serves channels; ``anew``: over a new connection.
+        silence: as for :class:`Channel`.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[PeerID, bool], AbstractAsyncContextManager[Call]],
+        rng: random.Random,
+        silence: float,
+    ) -> None:
+        self._open_call, self._rng, self._silence = open_call, rng, silence
+        self._now = asyncio.get_running_loop().time
+        # To each peer, the one that new microbatches take.
+        self._own: dict[PeerID, Channel] = {}
+        # Those that others have opened. Bounded by the calls that each peer may have.
+        self._served: dict[tuple[PeerID, int], Channel] = {}
+        self._has_new = asyncio.Event()
+        self._tasks = BackgroundTasks(logger, "the channels of stages")
+
+    async def stop(self) -> None:
+        """Cut all of them."""
+        await self._tasks.close()
+
+    @asynccontextmanager
+    async def to(self, peer: PeerID, *, anew: bool) -> AsyncIterator[Channel]:
+        """A channel to a peer. Without users, it is closed a while later."""
+        channel = self._own.get(peer)
+        if channel is None or channel.has_ended or channel.opened_at + CHANNEL_SECONDS < self._now():
+            old, channel = channel, Channel(self._rng.getrandbits(53), self._silence)
+            self._own[peer] = channel
+            self._tasks.spawn(self._keep(channel, peer, anew))
+            if old is not None and not old.users:
+                old.close()
+        channel.users += 1
+        try:
+            yield channel
+        finally:
+            channel.users -= 1
+            if not channel.users:
+                self._release(peer, channel)
+
+    def _release(self, peer: PeerID, channel: Channel) -> None:
+        if self._own.get(peer) is not channel:
+            channel.close()
+            return
+
+        def close_if_unused() -> None:
+            if not channel.users and self._own.get(peer) is channel:
+                del self._own[peer]
+                channel.close()
+
+        asyncio.get_running_loop().call_later(self._silence, close_if_unused)
+
+    async def _keep(self, channel: Channel, peer: PeerID, anew: bool) -> None:
+        error: Exception = StreamClosedError(f"the channel to peer {peer} was closed")
+        try:
+            async with self._open_call(peer, anew) as call:
+                await call.send(Start(number=channel.number))
+                await channel.run(call)
+        except CALL_FAILURES as e:
+            error = e
+        finally:
+            channel.end(error)
+
+    async def serve(self, call: Call, caller: PeerID) -> None:
+        """Carry tensors to and from a caller."""
+        start = await call.receive(Start)
+        if start is None:
+            raise ProtocolError("a channel without a beginning")
+        channel = self._served[caller, start.number] = Channel(start.number, self._silence)
+        self._has_new.set()
+        self._has_new = asyncio.Event()
+        try:
+            await channel.run(call)
+        finally:
+            if self._served.get((caller, start.number)) is channel:
+                del self._served[caller, start.number]
+            channel.end(StreamClosedError(f"the channel of peer {caller} was closed"))
+
+    async def of(self, caller: PeerID, number: int) -> Channel:
+        """The channel that a caller has opened.
+
+        Raises:
+            TimeoutError: its beginning does not come.
+        """
+        async with asyncio.timeout(self._silence):
+            while (caller, number) not in self._served:
+                await self._has_new.wait()
+        return self._served[caller, number]
