@@ -24,8 +24,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait, wait_at_most
+from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import (
@@ -128,6 +128,8 @@ class Channel:
 
     def __init__(self, number: int, silence: float) -> None:
         self.number, self.users, self.opened_at = number, 0, asyncio.get_running_loop().time()
+        self.has_begun = False
+        """Whether the other peer was reached."""
         self._silence = silence
         self._outgoing: asyncio.Queue[_Outgoing | None] = asyncio.Queue()
         self._expected: dict[Key, asyncio.Future[Any]] = {}
@@ -290,6 +292,7 @@ class Channels:
         try:
             async with self._open_call(peer, anew) as call:
                 await call.send(Start(number=channel.number))
+                channel.has_begun = True
                 await channel.run(call)
         except CALL_FAILURES as e:
             error = e
@@ -315,9 +318,10 @@ class Channels:
         """The channel that a caller has opened.
 
         Raises:
-            TimeoutError: its beginning does not come.
+            BusyError: its beginning does not come.
         """
-        async with asyncio.timeout(self._silence):
-            while (caller, number) not in self._served:
-                await self._has_new.wait()
-        return self._served[caller, number]
+        until = self._now() + self._silence
+        while (channel := self._served.get((caller, number))) is None:
+            if not await wait_at_most(self._has_new, until - self._now()):
+                raise BusyError(f"no channel {number} of peer {caller} is open")
+        return channel

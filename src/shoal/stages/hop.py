@@ -312,7 +312,7 @@ class Passage:
         self._result: asyncio.Future[Result] = loop.create_future()
         self._over = asyncio.Event()
         # Whether there is a call that should be ended in order, and whether the callee has everything.
-        self._is_calling = self._is_admitted = self._is_sent = False
+        self._is_calling = self._is_reached = self._is_sent = False
         self._sent_at = 0.0
         # Whether it was noted how long the peer took.
         self._is_noted = False
@@ -360,7 +360,7 @@ class Passage:
             peer = again or await self._choose()
             returns = returns + 1 if again else 0
             again, began = None, self._now()
-            self._is_admitted, self._is_sent, self._is_noted, self._sent_at = False, False, False, began
+            self._is_reached, self._is_sent, self._is_noted, self._sent_at = False, False, False, began
             hop.measured.note_sent(peer, get_dht_time())
             error: Exception | None = None
             try:
@@ -385,8 +385,8 @@ class Passage:
             if isinstance(error, StageFailure) and (failures >= MAX_FAILURES or self._is_only(peer)):
                 text = f"stage {hop.stage} cannot compute it (peers asked: {failures}), the last one says: {error}"
                 raise StageFailure(FailureCause.LOST, text)
-            # It has the microbatch, and perhaps only the connection is gone. Other errors show that the peer is.
-            is_broken = isinstance(error, StreamClosedError) and self._is_admitted
+            # Perhaps only a connection is gone. Other errors show that the peer is.
+            is_broken = isinstance(error, StreamClosedError) and self._is_reached
             is_unlucky = returns and isinstance(error, StreamClosedError | InterruptedDialError)
             is_gone = isinstance(error, SilentPeerError) and not self._is_only(peer)
             if (is_broken or is_unlucky) and not is_gone and returns < MAX_RETURNS:
@@ -477,36 +477,39 @@ class Passage:
             self._tell()
 
     async def _attempt(self, peer: PeerID, *, anew: bool) -> None:
-        hop = self._hop
-        request = msgspec.structs.replace(self._request, stage=hop.stage, below=self._below)
-        key = Key(hop.stage, request.driver, request.sequence)
+        hop, key = self._hop, Key(self._hop.stage, self._request.driver, self._request.sequence)
         hop.calls[peer] += 1
         try:
-            async with AsyncExitStack() as stack:
-                channel = await stack.enter_async_context(hop.network.channel_to(peer, anew=anew))
-                arrival = stack.enter_context(channel.expecting(key))
-                async with asyncio.timeout(hop.patience.request_timeout):
-                    call = await stack.enter_async_context(hop.network.open_call(peer, anew=anew))
-                    await call.send(msgspec.structs.replace(request, channel=channel.number))
-                    admission = await call.receive(StageReply)
-                    if not isinstance(admission, Admission):
-                        raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
-                    if admission.code not in (Acceptance.ACCEPTED, Acceptance.KNOWN):
-                        await call.send_end()
-                        self._turn_away(admission)
-                self._is_admitted, self._looks_since, self._alone_since = True, 0.0, 0.0
-                hop.rests.succeed(peer)
-                self._note([peer.to_bytes(), *self._below], waits=False)
-                await stack.enter_async_context(lively(call, hop.patience.request_timeout))
-                self._is_calling, self._is_sent = True, admission.code is Acceptance.KNOWN
-                talking = [self._end(call), self._hear(call, peer), self._take(arrival, peer)]
-                await all_of(*talking, *([] if self._is_sent else [self._give(channel, key)]))
+            async with hop.network.channel_to(peer, anew=anew) as channel:
+                with channel.expecting(key) as arrival:
+                    await all_of(self._call(peer, channel, key, anew=anew), self._take(arrival, peer, channel))
         except CALL_FAILURES:
             if not self._result.done() and not self._over.is_set():
                 raise
         finally:
             self._is_calling = False
             hop.calls -= Counter([peer])  # those without calls are forgotten
+
+    async def _call(self, peer: PeerID, channel: Channel, key: Key, *, anew: bool) -> None:
+        hop = self._hop
+        about = {"stage": hop.stage, "below": self._below, "channel": channel.number}
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(hop.patience.request_timeout):
+                call = await stack.enter_async_context(hop.network.open_call(peer, anew=anew))
+                await call.send(msgspec.structs.replace(self._request, **about))
+                admission = await call.receive(StageReply)
+                if not isinstance(admission, Admission):
+                    raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
+                if admission.code not in (Acceptance.ACCEPTED, Acceptance.KNOWN):
+                    await call.send_end()
+                    self._turn_away(admission)
+            self._is_reached, self._looks_since, self._alone_since = True, 0.0, 0.0
+            hop.rests.succeed(peer)
+            self._note([peer.to_bytes(), *self._below], waits=False)
+            await stack.enter_async_context(lively(call, hop.patience.request_timeout))
+            self._is_calling, self._is_sent = True, admission.code is Acceptance.KNOWN
+            talking = [self._end(call), self._hear(call, peer)]
+            await all_of(*talking, *([] if self._is_sent else [self._give(channel, key)]))
 
     def _turn_away(self, admission: Admission) -> None:
         stage = self._hop.stage
@@ -526,10 +529,11 @@ class Passage:
         await channel.send(key, list(cargo), lambda tensor: EXACT if id(tensor) in exact else codec)
         self._is_sent = True
 
-    async def _take(self, arrival: asyncio.Future[Any], peer: PeerID) -> None:
+    async def _take(self, arrival: asyncio.Future[Any], peer: PeerID, channel: Channel) -> None:
         """Take what comes back, unless nobody waits for it any more."""
         await first_completed(asyncio.shield(arrival), self._over.wait())
         if arrival.done():
+            self._is_reached |= channel.has_begun
             result = _checked(await arrival)
             self._note_done(peer)
             if not self._result.done():  # otherwise it is cancelled: nobody waits any more
