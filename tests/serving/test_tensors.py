@@ -119,7 +119,7 @@ async def test_silence_of_sender_is_an_error(kind: str) -> None:
 def test_small_tensors_share_a_message(kind: str) -> None:
     small, large = TensorMetadata(0, "float32", (100,)), TensorMetadata(0, "float32", (PIECE_VALUES + 1,))
     assert [len(message) for message in messages_of((small, small, large, small))] == [2, 1, 2]
-    assert list(messages_of(())) == [[]]
+    assert messages_of(()) == [[]]
 
 
 @pytest.mark.parametrize("form", [["l", "x"], ["t", ["x", "x"]], ["d", ["x"]], 5, ["v", []], ["l", []]])

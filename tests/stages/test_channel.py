@@ -13,17 +13,20 @@ import pytest
 import torch
 
 from shoal.compression import BlockwiseQuantization, CompressionBase
-from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.compression.base import SerializedTensor, TensorMetadata
+from shoal.errors import MicrobatchError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.p2p import Call, PeerID
-from shoal.serving.tensors import EXACT, PIECE_VALUES, TensorList, TensorMetadata, TensorsTooLargeError
+from shoal.serving.tensors import EXACT, PIECE_VALUES, Pieces, TensorList, TensorsTooLargeError
 from shoal.stages import channel as channels
-from shoal.stages.channel import CHANNEL_SECONDS, Channel, Delivery, Key, SilentPeerError, Start
+from shoal.stages.channel import CHANNEL_SECONDS, Channel, Delivery, Key, SilentPeerError, Start, UnsendableError
 from shoal.stages.hop import Request, StageReply
 from shoal.stages.host import StageService
 from shoal.testing import run
 from tests.stages.chains import PASS_SECONDS, PATIENCE, Chain
 
 STAGES = 3
+ODD = torch.ones(2).to(torch.float8_e4m3fn)
+"""Such tensors cannot be sent."""
 SILENCE = PATIENCE.request_timeout
 
 
@@ -61,8 +64,11 @@ def between(test: Callable[[Channel, Channel], Awaitable[None]]) -> None:
         await far.run(server.start())
 
         async def call() -> None:
-            async with service.channel_to(callee.peer_id, anew=False) as channel:
-                await test(channel, await server._channels.of(service.p2p.peer_id, channel.number))
+            async with (
+                service.channel_to(callee.peer_id, anew=False) as channel,
+                server._channels.of(service.p2p.peer_id, channel.number) as far_end,
+            ):
+                await test(channel, far_end)
 
         await machine.run(call())
 
@@ -116,18 +122,53 @@ def test_tensors_that_are_too_large_concern_their_microbatch_alone(monkeypatch: 
     between(test)
 
 
+class Failing(BlockwiseQuantization):
+    """Fails at the second piece of a tensor."""
+
+    pieces = 0
+
+    def compress(self, tensor: torch.Tensor, *args: Any, **options: Any) -> SerializedTensor:
+        self.pieces += 1
+        if self.pieces == 2:
+            raise RuntimeError("no memory")
+        return super().compress(tensor, *args, **options)
+
+
 def test_what_cannot_be_sent_concerns_its_microbatch_alone() -> None:
     async def test(near: Channel, far: Channel) -> None:
         with far.expecting(key(2)) as arriving:
-            with pytest.raises(TypeError, match="can be sent, got set"):
+            with pytest.raises(UnsendableError, match=r"TypeError: .* can be sent, got set"):
                 await near.send(key(1), [torch.ones(2), {1}], lambda each: EXACT)
+            with pytest.raises(UnsendableError, match="float8_e4m3fn cannot be sent"):
+                await near.send(key(1), torch.ones(2).to(torch.float8_e4m3fn), lambda each: EXACT)
+            with pytest.raises(UnsendableError, match="up to 2048 places"):
+                await near.send(key(1), [0] * 2048, lambda each: EXACT)
+            with pytest.raises(UnsendableError, match="over the limit of 1048576 for its header"):
+                await near.send(key(1), ["x" * 2**20, torch.ones(2)], lambda each: EXACT)
+            with pytest.raises(UnsendableError, match="no memory"):
+                await near.send(key(1), torch.ones(2 * PIECE_VALUES), lambda each: Failing())
             await near.send(key(2), torch.ones(2), lambda each: EXACT)
             assert (await arriving).sum() == 2
 
     between(test)
 
 
-def test_sender_that_is_cancelled_breaks_nothing() -> None:
+def test_small_tensors_do_not_wait_for_large_ones() -> None:
+    async def test(near: Channel, far: Channel) -> None:
+        large = torch.ones(50 * PIECE_VALUES)
+        with far.expecting(key(1)) as first, far.expecting(key(2)) as second:
+            sending = asyncio.ensure_future(near.send(key(1), large, lambda each: EXACT))
+            await asyncio.sleep(0.001)
+            await near.send(key(2), torch.ones(3), lambda each: EXACT)
+            assert (await second).sum() == 3
+            assert not sending.done()
+            assert torch.equal(await first, large)
+            await sending
+
+    between(test)
+
+
+def test_what_nobody_wants_any_more_is_not_sent_to_its_end() -> None:
     async def test(near: Channel, far: Channel) -> None:
         large = torch.ones(50 * PIECE_VALUES)
         with far.expecting(key(1)) as first, far.expecting(key(2)) as second, far.expecting(key(3)) as third:
@@ -138,8 +179,24 @@ def test_sender_that_is_cancelled_breaks_nothing() -> None:
                 each.cancel()
             await near.send(key(3), torch.ones(3), lambda each: EXACT)
             assert (await third).sum() == 3
-            assert (await first).numel() == large.numel()  # it had begun
-            assert not second.done()
+            assert near._outgoing.empty()
+            assert not (first.done())
+            assert not (second.done())
+            await near.send(key(1), large[:5], lambda each: EXACT)  # once more
+            assert torch.equal(await first, large[:5])
+
+    between(test)
+
+
+def test_tensors_that_are_expected_twice_go_to_the_last_one() -> None:
+    async def test(near: Channel, far: Channel) -> None:
+        with far.expecting(key(1)) as first:
+            with far.expecting(key(1)) as second:
+                with pytest.raises(StreamClosedError, match="once more"):
+                    await first
+                await near.send(key(1), torch.ones(3), lambda each: EXACT)
+                assert (await second).sum() == 3
+            await near.send(key(1), torch.ones(3), lambda each: EXACT)
 
     between(test)
 
@@ -153,8 +210,10 @@ def test_all_that_wait_are_told_of_the_end(how: str, error: type[Exception]) -> 
         ready, found = asyncio.Event(), list[Any]()
 
         async def call() -> None:
-            async with service.channel_to(callee.peer_id, anew=False) as channel:
-                other = await server._channels.of(caller.peer_id, channel.number)
+            async with (
+                service.channel_to(callee.peer_id, anew=False) as channel,
+                server._channels.of(caller.peer_id, channel.number) as other,
+            ):
                 with channel.expecting(key(1)) as here, other.expecting(key(2)) as there:
                     ready.set()
                     found.extend(await asyncio.gather(here, there, return_exceptions=True))
@@ -174,17 +233,22 @@ def test_all_that_wait_are_told_of_the_end(how: str, error: type[Exception]) -> 
     run(main())
 
 
+def listed(dtype: str, *shape: int, form: Any = "x") -> TensorList:
+    return TensorList(form, (TensorMetadata(0, dtype, shape),), (4,))
+
+
 @pytest.mark.parametrize(
-    "what",
+    "message",
     [
-        [Delivery(*key(1)), TensorList("x", (TensorMetadata(0, "float33", (4,)),), (16,))],
-        [Delivery(*key(1)), TensorList("x", (TensorMetadata(0, "float32", (2**60,)),), (0,)), Delivery(*key(1))],
-        [TensorList("x", (), ())],
-        [Delivery(*key(1))],
+        listed("float33", 4),
+        listed("float32", 2**60),
+        listed("float32", 4),
+        listed("float32", 1, form="y"),
+        TensorList("x", (TensorMetadata(0, "float32", (0,)),) * 2000, (4,)),
     ],
 )
 @pytest.mark.parametrize("is_expected", [True, False])
-def test_malformed_messages_end_the_channel(what: list[Any], is_expected: bool) -> None:
+def test_malformed_tensors_concern_their_microbatch_alone(message: TensorList, is_expected: bool) -> None:
     async def main() -> None:
         chain = Chain(1)
         (machine, caller, _), (far, callee, server) = await chain.start(), await chain.start()
@@ -193,16 +257,45 @@ def test_malformed_messages_end_the_channel(what: list[Any], is_expected: bool) 
         async def lie() -> None:
             async with StageService.get_stub(caller, callee.peer_id, namespace="run").rpc_channel() as call:
                 await call.send(Start(number=5))
-                far_end = await server._channels.of(caller.peer_id, 5)
-                with far_end.expecting(key(1 if is_expected else 2)) as arriving:
-                    for header in what:
-                        await call.send(header, bytes(sum(getattr(header, "sizes", ()))))
-                    await call.send_end()
-                    with pytest.raises((TensorsTooLargeError, StreamClosedError)):
-                        await arriving
+                async with server._channels.of(caller.peer_id, 5) as far_end:
+                    with far_end.expecting(key(1 if is_expected else 3)) as bad, far_end.expecting(key(2)) as good:
+                        await call.send(Delivery(*key(1), begins=True))
+                        await call.send(message, bytes(4))
+                        await call.send(Delivery(*key(1), begins=False))
+                        await call.send(Pieces((4,)), bytes(4))
+                        await call.send(Delivery(*key(2), begins=True))
+                        await call.send(listed("float32", 1), bytes(4))
+                        assert (await good).tolist() == [0]
+                        if is_expected:
+                            with pytest.raises((TensorsTooLargeError, ProtocolError)):
+                                await bad
+                        assert is_expected or not bad.done()
+
+        await machine.run(lie())
+
+    run(main())
+
+
+@pytest.mark.parametrize("messages", [[TensorList("x", (), ())], [Delivery(*key(1), begins=True)]])
+def test_broken_protocol_ends_the_channel(messages: list[Any]) -> None:
+    async def main() -> None:
+        chain = Chain(1)
+        (machine, caller, _), (far, callee, server) = await chain.start(), await chain.start()
+        await far.run(server.start())
+
+        async def lie() -> None:
+            async with StageService.get_stub(caller, callee.peer_id, namespace="run").rpc_channel() as call:
+                await call.send(Start(number=5))
+                async with server._channels.of(caller.peer_id, 5) as far_end:
+                    with far_end.expecting(key(1)) as arriving:
+                        for header in messages:
+                            await call.send(header)
+                        await call.send_end()
+                        with pytest.raises(StreamClosedError):
+                            await arriving
                 await call.receive(Delivery)
 
-        with pytest.raises((P2PHandlerError, ProtocolError)):
+        with pytest.raises(P2PHandlerError):
             await machine.run(lie())
 
     run(main())
@@ -297,3 +390,41 @@ def test_request_whose_channel_does_not_come_takes_no_place() -> None:
         assert not len(host.works)
 
     run(main())
+
+
+def test_channel_in_use_stays_open(opened: list[Any]) -> None:
+    async def main() -> None:
+        chain = await chain_of()
+        for number in range(20):
+            assert None not in await chain.drive(chain.drivers[0][1], [number])
+            await asyncio.sleep(SILENCE / 4)
+        assert len(opened) == STAGES
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_tensors_that_cannot_be_sent_disturb_no_other_driver(what: str) -> None:
+    async def main(with_evil: bool) -> float:
+        chain = await chain_of(2)
+        honest, evil = chain.drivers[0][1], await chain.add_driver()
+        for _, host, compute in chain.hosts:
+            name = "forward" if what == "outputs" else "backward" if host.next_hop is not None else "losses"
+            original = getattr(compute, name)
+
+            async def computed(task: Any, *args: Any, original: Any = original) -> Any:
+                found = await original(task, *args)
+                return found if task.driver != evil._peer else ODD if what != "gradients" else (ODD, [])
+
+            setattr(compute, name, computed)
+        machine = next(machine for machine, each in chain.drivers if each is evil)
+        lying = machine.spawn(evil.carry(torch.ones(1, 2), torch.tensor([0.5]))) if with_evil else None
+        began = asyncio.get_running_loop().time()
+        assert None not in await chain.drive(honest, range(20))
+        seconds = asyncio.get_running_loop().time() - began
+        if lying is not None:
+            with pytest.raises(MicrobatchError, match=r"cannot .*: ValueError: tensors of type torch\.float8_e4m3fn"):
+                await lying
+        return seconds
+
+    assert run(main(with_evil=True)) < 1.5 * run(main(with_evil=False))

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from shoal.base.logs import quoted
@@ -35,14 +36,17 @@ from shoal.compression.base import (
 from shoal.compression.serialization import codec_of
 from shoal.errors import ProtocolError
 from shoal.net.connection import Call
-from shoal.net.transport import Header
+from shoal.net.transport import Header, Kind, pack
 
 # The values of one piece. A multiple of the blocks of all codecs. Chosen: a fraction of a second on a slow line.
 PIECE_VALUES = 2**18
+# More than a piece has on the wire.
+PIECE_BYTES = 2**31
 # Pieces share a message up to this size in bytes. Chosen: beyond it, a message of its own costs next to nothing.
 MESSAGE_BYTES = 2**16
-# The most tensors and plain values of a structure, and its depth. Chosen: far more than a module has.
-MAX_LEAVES, MAX_DEPTH = 1024, 16
+# The most tensors of a structure, its most places (tensors, plain values, lists, tuples and dictionaries), and its
+# depth. Chosen: far more than a module has.
+MAX_TENSORS, MAX_PLACES, MAX_DEPTH = 1024, 2048, 16
 # Pieces of up to so many values are encoded in the loop. Chosen: that takes a fraction of a millisecond.
 _INLINE_VALUES = 2**12
 # The codec of everything that is not rounded.
@@ -79,32 +83,38 @@ def form_of(structure: Any) -> tuple[Any, list[torch.Tensor]]:
 
     Raises:
         TypeError: it contains something that cannot be sent.
+        ValueError: it is too large or too deep.
     """
     tensors: list[torch.Tensor] = []
+    places = 0
 
-    def walk(value: Any) -> Any:
+    def walk(value: Any, depth: int) -> Any:
+        nonlocal places
+        places += 1
+        if places > MAX_PLACES or depth > MAX_DEPTH:
+            raise ValueError(f"only structures of up to {MAX_PLACES} places, {MAX_DEPTH} deep, can be sent at once")
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return "x"
         if isinstance(value, Plain):
             return ["v", value]
         if isinstance(value, list | tuple):
-            return ["t" if isinstance(value, tuple) else "l", [walk(each) for each in value]]
+            return ["t" if isinstance(value, tuple) else "l", [walk(each, depth + 1) for each in value]]
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return ["d", [[key, walk(each)] for key, each in value.items()]]
+            return ["d", [[key, walk(each, depth + 1)] for key, each in value.items()]]
         raise TypeError(
             f"only tensors, numbers, strings, and lists, tuples and dictionaries of them can be sent, got "
             f"{type(value).__name__}: {quoted(value)}"
         )
 
-    return walk(structure), tensors
+    return walk(structure, 0), tensors
 
 
 def tensors_of(structure: Any) -> list[torch.Tensor]:
     """The tensors of a structure, in order.
 
     Raises:
-        TypeError: as for :func:`form_of`.
+        TypeError, ValueError: as for :func:`form_of`.
     """
     return form_of(structure)[1]
 
@@ -115,12 +125,12 @@ def with_form(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     Raises:
         ProtocolError: the form is not one, or not for this number of tensors.
     """
-    left, leaves = iter(tensors), 0
+    left, places = iter(tensors), 0
 
     def walk(form: Any, depth: int) -> Any:
-        nonlocal leaves
-        leaves += 1
-        if leaves > 2 * MAX_LEAVES or depth > MAX_DEPTH:
+        nonlocal places
+        places += 1
+        if places > MAX_PLACES or depth > MAX_DEPTH:
             raise ProtocolError("a structure of tensors with too many places, or too deep")
         match form:
             case "x":
@@ -164,18 +174,18 @@ def cut(tensors: Sequence[TensorMetadata]) -> Iterator[Slice]:
             yield Slice(index, start, min(count, start + PIECE_VALUES))
 
 
-def messages_of(tensors: Sequence[TensorMetadata]) -> Iterator[list[Slice]]:
+def messages_of(tensors: Sequence[TensorMetadata]) -> list[list[Slice]]:
     """The pieces of each message. The first one may have none."""
-    message: list[Slice] = []
+    messages: list[list[Slice]] = [[]]
     room = MESSAGE_BYTES
     for piece in cut(tensors):
         nbytes = _nbytes(piece, tensors[piece.tensor])
-        if nbytes > room and message:
-            yield message
-            message, room = [], MESSAGE_BYTES
-        message.append(piece)
+        if nbytes > room and messages[-1]:
+            messages.append([])
+            room = MESSAGE_BYTES
+        messages[-1].append(piece)
         room -= nbytes
-    yield message
+    return messages
 
 
 def _nbytes(piece: Slice, metadata: TensorMetadata) -> int:
@@ -190,21 +200,86 @@ def _encode(flat: torch.Tensor, codec: CompressionBase) -> Buffer:
     return codec.compress(flat, CompressionInfo.from_tensor(flat)).buffer
 
 
+class Departing:
+    """Tensors that are being sent, one message after another.
+
+    Args:
+        structure: its tensors may be on any device.
+        codec_for: chooses the codec of each floating-point tensor; default: none is rounded.
+
+    Raises:
+        TypeError, ValueError: it cannot be sent.
+    """
+
+    def __init__(self, structure: Any, codec_for: CodecFor | None = None) -> None:
+        form, tensors = form_of(structure)
+        if len(tensors) > MAX_TENSORS:
+            raise ValueError(f"{len(tensors)} tensors are too many to be sent at once: possible are {MAX_TENSORS}")
+        codecs = [codec_for(each) if codec_for is not None and each.is_floating_point() else EXACT for each in tensors]
+        listed = tuple(
+            TensorMetadata(int(codec.compression_type), dtype_name(each.dtype), tuple(each.shape), each.requires_grad)
+            for codec, each in zip(codecs, tensors, strict=True)
+        )
+        self._messages, self._next = messages_of(listed), 0
+        self._list = TensorList(form, listed, (PIECE_BYTES,) * len(self._messages[0]))
+        pack(Kind.ITEM, self._list)  # it must not turn out to be too large when part of it is on its way
+        self._codecs, self._flats = codecs, [plain(each).reshape(-1) for each in tensors]
+        self._encoding: asyncio.Future[list[Buffer]] | None = None
+        self.nbytes = 0
+        """Of the values that have been sent, as on the wire."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a message has been sent, or is being sent."""
+        return self._next > 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all has been sent."""
+        return self._next == len(self._messages)
+
+    async def send(self, call: Call, before: Header | None = None, *, end: bool = False) -> None:
+        """Send one message.
+
+        Args:
+            before: a small message that goes ahead of it.
+            end: if it is the last message, it is the last one of this side of the call.
+        """
+        encoding, self._encoding = self._encoding, None
+        number, self._next = self._next, self._next + 1
+        buffers = await (self._encoded(number) if encoding is None else encoding)
+        if not self.has_left:  # the next pieces are encoded while these are on their way
+            self._encoding = asyncio.ensure_future(self._encoded(self._next))
+            self._encoding.add_done_callback(_mark_retrieved)
+        sizes = tuple(map(len, buffers))
+        if before is not None:
+            call.put(before)
+        header: Header = Pieces(sizes) if number else msgspec.structs.replace(self._list, sizes=sizes)
+        await call.send(header, *buffers, end=end and self.has_left)
+        self.nbytes += sum(sizes)
+
+    async def stop(self) -> None:
+        """Send no more."""
+        if self._encoding is not None:
+            await cancel_and_wait(self._encoding)
+
+    async def _encoded(self, number: int) -> list[Buffer]:
+        pieces, codecs = self._messages[number], self._codecs
+        is_heavy = any(codecs[index] is not EXACT and stop - start > _INLINE_VALUES for index, start, stop in pieces)
+        return await run_in_worker(self._encode, pieces) if is_heavy else self._encode(pieces)
+
+    def _encode(self, pieces: Sequence[Slice]) -> list[Buffer]:
+        return [_encode(self._flats[index][start:stop], self._codecs[index]) for index, start, stop in pieces]
+
+
 async def send_tensors(
-    call: Call,
-    structure: Any,
-    codec_for: CodecFor | None = None,
-    *,
-    before: Header | None = None,
-    end: bool = False,
-    silence: float | None = None,
+    call: Call, structure: Any, codec_for: CodecFor | None = None, *, end: bool = False, silence: float | None = None
 ) -> int:
     """Send a structure of tensors.
 
     Args:
         structure: its tensors may be on any device.
         codec_for: chooses the codec of each floating-point tensor; default: none is rounded.
-        before: a message that goes ahead of them, if they can be sent.
         end: this is the last thing that this side sends.
         silence: how many seconds the other side may not read; ``None``: any number.
 
@@ -216,54 +291,31 @@ async def send_tensors(
         TimeoutError: the other side does not read.
         StreamClosedError: the connection ended.
     """
-    form, tensors = form_of(structure)
-    if len(tensors) > MAX_LEAVES:
-        raise ValueError(f"{len(tensors)} tensors are too many to be sent at once: possible are {MAX_LEAVES}")
-    codecs = [codec_for(each) if codec_for is not None and each.is_floating_point() else EXACT for each in tensors]
-    listed = tuple(
-        TensorMetadata(int(codec.compression_type), dtype_name(each.dtype), tuple(each.shape), each.requires_grad)
-        for codec, each in zip(codecs, tensors, strict=True)
-    )
-    flats = [plain(each).reshape(-1) for each in tensors]
-
-    def encode(pieces: Sequence[Slice]) -> list[Buffer]:
-        return [_encode(flats[index][start:stop], codecs[index]) for index, start, stop in pieces]
-
-    async def encoded(pieces: Sequence[Slice]) -> list[Buffer]:
-        is_heavy = any(codecs[index] is not EXACT and stop - start > _INLINE_VALUES for index, start, stop in pieces)
-        return await run_in_worker(encode, pieces) if is_heavy else encode(pieces)
-
-    messages, total = list(messages_of(listed)), 0
-    buffers = await encoded(messages[0])
-    if before is not None:
-        call.put(before)
-    for number in range(len(messages)):
-        is_last = number + 1 == len(messages)
-        # The next pieces are encoded while these are on their way.
-        encoding = None if is_last else asyncio.ensure_future(encoded(messages[number + 1]))
-        try:
-            sizes = tuple(map(len, buffers))
-            header: Header = Pieces(sizes) if number else TensorList(form, listed, sizes)
+    departing = Departing(structure, codec_for)
+    try:
+        while not departing.has_left:
             async with asyncio.timeout(silence):
-                await call.send(header, *buffers, end=end and is_last)
-            total += sum(sizes)
-            if encoding is not None:
-                buffers = await encoding
-        except BaseException:
-            if encoding is not None:
-                await cancel_and_wait(encoding)
-            raise
-    return total
+                await departing.send(call, end=end)
+    finally:
+        await departing.stop()
+    return departing.nbytes
+
+
+def _mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Asyncio logs no error of a future in which nobody is interested any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 class TensorsTooLargeError(ValueError):
-    """Tensors would take more memory than is allowed. Nothing of them has been received."""
+    """Tensors would take more memory than is allowed. None of them has been received."""
 
 
-class _Arriving:
-    """Tensors whose values are on their way.
+class Arriving:
+    """Tensors that are being received, one message after another.
 
     Args:
+        listed: announces them.
         max_bytes: the most memory that they may take.
 
     Raises:
@@ -272,8 +324,8 @@ class _Arriving:
     """
 
     def __init__(self, listed: TensorList, max_bytes: int) -> None:
-        if len(listed.tensors) > MAX_LEAVES:
-            raise ProtocolError(f"{len(listed.tensors)} tensors at once, allowed are {MAX_LEAVES}")
+        if len(listed.tensors) > MAX_TENSORS:
+            raise ProtocolError(f"{len(listed.tensors)} tensors at once, allowed are {MAX_TENSORS}")
         try:
             kinds = [each.checked() for each in listed.tensors]
             self._codecs = [codec_of(each.compression) for each in listed.tensors]
@@ -283,10 +335,67 @@ class _Arriving:
         if nbytes > max_bytes:
             raise TensorsTooLargeError(f"tensors of {nbytes} bytes are too large: allowed are {max_bytes}")
         self._metadata = listed.tensors
-        self.tensors = [empty(each.size, dtype) for each, (dtype, _) in zip(listed.tensors, kinds, strict=True)]
-        self._flats = [each.view(-1) for each in self.tensors]
+        tensors = [empty(each.size, dtype) for each, (dtype, _) in zip(listed.tensors, kinds, strict=True)]
+        self._structure = with_form(listed.form, tensors)
+        self._tensors, self._flats = tensors, [each.view(-1) for each in tensors]
+        self._messages = iter(messages_of(listed.tensors))
+        self._pieces: list[Slice] | None = next(self._messages)
+        self._decoding: asyncio.Future[None] | None = None
+        self.nbytes = 0
+        """Of the values that have been received, as on the wire."""
 
-    def room_for(self, pieces: Sequence[Slice], sizes: Sequence[int]) -> list[memoryview]:
+    @property
+    def is_complete(self) -> bool:
+        """Whether all has been received."""
+        return self._pieces is None
+
+    async def take(self, call: Call, message: TensorList | Pieces) -> None:
+        """Receive the pieces of a message.
+
+        Raises:
+            ProtocolError: pieces of these sizes are impossible, or those before were malformed. If the call has a
+                payload still, it is unread.
+        """
+        if self._pieces is None:
+            raise ProtocolError("more pieces of tensors than were announced")
+        pieces, sizes = self._pieces, message.sizes
+        try:
+            room = self._room_for(pieces, sizes)
+        except (ValueError, RuntimeError) as e:
+            raise ProtocolError(f"a malformed tensor: {e}") from e
+        await call.read_payload_into(*room)
+        self.nbytes += sum(sizes)
+        self._pieces = next(self._messages, None)
+        if any(type(self._codecs[piece.tensor]) is not NoCompression for piece in pieces):
+            # These pieces are decoded while the next ones arrive.
+            await self._until_decoded()
+            self._decoding = asyncio.ensure_future(run_in_worker(self._decode, pieces, room))
+            self._decoding.add_done_callback(_mark_retrieved)
+
+    async def structure(self) -> Any:
+        """The structure, with tensors on the CPU, when all has been received.
+
+        Raises:
+            ProtocolError: a piece was malformed.
+        """
+        await self._until_decoded()
+        for tensor, metadata in zip(self._tensors, self._metadata, strict=True):
+            tensor.requires_grad_(metadata.requires_grad)
+        return self._structure
+
+    async def stop(self) -> None:
+        """Receive no more."""
+        if self._decoding is not None:
+            await cancel_and_wait(self._decoding)
+
+    async def _until_decoded(self) -> None:
+        if self._decoding is not None:
+            try:
+                await self._decoding
+            except (ValueError, RuntimeError) as e:
+                raise ProtocolError(f"a malformed tensor: {e}") from e
+
+    def _room_for(self, pieces: Sequence[Slice], sizes: Sequence[int]) -> list[memoryview]:
         """Where the bytes of these pieces go: into the tensors themselves, or into new memory if they must be decoded.
 
         Raises:
@@ -310,11 +419,7 @@ class _Arriving:
                 raise ProtocolError(f"a piece of {size} bytes, expected {possible}")
         return room
 
-    def is_encoded(self, piece: Slice) -> bool:
-        """Whether the bytes of a piece must be decoded."""
-        return type(self._codecs[piece.tensor]) is not NoCompression
-
-    def decode(self, pieces: Sequence[Slice], room: Sequence[memoryview]) -> None:
+    def _decode(self, pieces: Sequence[Slice], room: Sequence[memoryview]) -> None:
         """Put the values of encoded pieces into the tensors.
 
         Raises:
@@ -344,67 +449,19 @@ async def receive_tensors(call: Call, max_bytes: int, silence: float | None = No
         StreamClosedError, P2PHandlerError: as for :meth:`Call.receive`.
     """
     async with asyncio.timeout(silence):
-        listed = await receive_list(call)
-    return await receive_listed(call, listed, max_bytes, silence)
-
-
-async def receive_list(call: Call) -> TensorList:
-    """Receive what announces tensors; then :func:`receive_listed` or :func:`skip_listed`.
-
-    Raises:
-        ProtocolError, StreamClosedError, P2PHandlerError: as for :func:`receive_tensors`.
-    """
-    listed = await call.receive(TensorList)
+        listed = await call.receive(TensorList)
     if listed is None:
         raise ProtocolError("the call ended where tensors were expected")
-    return listed
-
-
-async def skip_listed(call: Call, listed: TensorList) -> None:
-    """Receive tensors, and forget them.
-
-    Raises:
-        ProtocolError, StreamClosedError, P2PHandlerError: as for :func:`receive_tensors`.
-    """
-    try:
-        for number, _ in enumerate(messages_of(listed.tensors)):
-            if number and await call.receive(Pieces) is None:
-                raise ProtocolError("the call ended in the middle of tensors")
-            await call.skip_payload()
-    except ValueError as e:
-        raise ProtocolError(f"a malformed tensor: {e}") from e
-
-
-async def receive_listed(
-    call: Call, listed: TensorList, max_bytes: int, silence: float | None = None
-) -> tuple[Any, int]:
-    """Receive the tensors of a list; see :func:`receive_tensors`."""
-    arriving, total = _Arriving(listed, max_bytes), 0
+    arriving = Arriving(listed, max_bytes)
     message: TensorList | Pieces | None = listed
-    decoding: asyncio.Future[None] | None = None
     try:
-        for number, pieces in enumerate(messages_of(listed.tensors)):
+        while message is not None:
             async with asyncio.timeout(silence):
-                if number:
-                    message = await call.receive(Pieces)
-                if message is None:
-                    raise ProtocolError("the call ended in the middle of tensors")
-                room = arriving.room_for(pieces, message.sizes)
-                await call.read_payload_into(*room)
-            total += sum(message.sizes)
-            if not any(map(arriving.is_encoded, pieces)):
-                continue
-            # These pieces are decoded while the next ones arrive.
-            if decoding is not None:
-                await decoding
-            decoding = asyncio.ensure_future(run_in_worker(arriving.decode, pieces, room))
-        if decoding is not None:
-            await decoding
-    except (ValueError, RuntimeError) as e:
-        raise ProtocolError(f"a malformed tensor: {e}") from e
+                await arriving.take(call, message)
+            if arriving.is_complete:
+                return await arriving.structure(), arriving.nbytes
+            async with asyncio.timeout(silence):
+                message = await call.receive(Pieces)
+        raise ProtocolError("the call ended in the middle of tensors")
     finally:
-        if decoding is not None:
-            await cancel_and_wait(decoding)
-    for tensor, metadata in zip(arriving.tensors, listed.tensors, strict=True):
-        tensor.requires_grad_(metadata.requires_grad)
-    return with_form(listed.form, arriving.tensors), total
+        await arriving.stop()

@@ -1,12 +1,15 @@
-"""The tensors of all microbatches between two peers take one connection, one after another.
+"""The tensors of all microbatches between two peers take one connection.
 
 A connection that has rested begins slowly (slow start, RFC 5681, section 4.1): a microbatch of a quarter of a megabyte
 would take three to five round trips. One that all microbatches share hardly ever rests. It is opened by the peer that
 sends microbatches, and leads both ways::
 
     caller ► callee   Start
-    caller ► callee   Delivery, the inputs of a stage            any number
-    callee ► caller   Delivery, the losses and the gradients     any number
+    caller ► callee   Delivery and a message of tensors: the inputs of a stage          any number
+    callee ► caller   Delivery and a message of tensors: the losses and the gradients   any number
+
+Large tensors take several messages. Those of several microbatches take turns, so none has to wait until a larger one is
+through. What goes wrong with the tensors of one microbatch concerns that one alone.
 
 Everything else about a microbatch is said in a call of its own, see :mod:`~shoal.stages.hop`. A microbatch whose
 channel breaks is asked for once more, over another channel.
@@ -24,19 +27,12 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from shoal.base.logs import words_of
 from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait, wait_at_most
-from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
-from shoal.serving.tensors import (
-    CodecFor,
-    TensorsTooLargeError,
-    receive_list,
-    receive_listed,
-    send_tensors,
-    skip_listed,
-    tensors_of,
-)
+from shoal.serving.tensors import Arriving, CodecFor, Departing, Pieces, TensorList, TensorsTooLargeError
 from shoal.stages.directory import MAX_STAGES
 
 logger = logging.getLogger(__name__)
@@ -55,6 +51,13 @@ class SilentPeerError(StreamClosedError):
     """A call was cut, because the other peer showed no sign of life."""
 
 
+class UnsendableError(ShoalError):
+    """These tensors cannot be sent. That is not the other peer's doing."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {words_of(cause)}")
+
+
 class Start(Header):
     """The first message of a channel."""
 
@@ -62,11 +65,13 @@ class Start(Header):
 
 
 class Delivery(Header):
-    """Tensors of a microbatch follow."""
+    """A message with tensors of a microbatch follows."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
     driver: PeerIDBytes
     sequence: Count
+    begins: bool
+    """It is the first one, a ``TensorList``; the others are ``Pieces``."""
 
 
 class Key(NamedTuple):
@@ -79,9 +84,14 @@ class Key(NamedTuple):
 
 class _Outgoing(NamedTuple):
     key: Key
-    structure: Any
-    codec_for: CodecFor
+    departing: Departing
     sent: asyncio.Future[Any]
+
+
+class _Expected:
+    def __init__(self, arrival: asyncio.Future[Any]) -> None:
+        self.arrival = arrival
+        self.arriving: Arriving | None = None
 
 
 @asynccontextmanager
@@ -130,9 +140,12 @@ class Channel:
         self.number, self.users, self.opened_at = number, 0, asyncio.get_running_loop().time()
         self.has_begun = False
         """Whether the other peer was reached."""
+        self.closing: asyncio.TimerHandle | None = None
+        """Closes it soon, unless somebody uses it."""
         self._silence = silence
+        self._call: Call | None = None
         self._outgoing: asyncio.Queue[_Outgoing | None] = asyncio.Queue()
-        self._expected: dict[Key, asyncio.Future[Any]] = {}
+        self._expected: dict[Key, _Expected] = {}
         self._promises: dict[asyncio.Future[Any], None] = {}
         self._error: Exception | None = None
 
@@ -141,8 +154,25 @@ class Channel:
         """Whether it carries nothing more."""
         return self._error is not None
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """A microbatch uses it."""
+        self.users += 1
+        self._mark_use()
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self._mark_use()
+
+    def _mark_use(self) -> None:
+        if self._call is not None:
+            self._call.is_premature = not self.users  # strangers' calls are many, and places are few
+
     async def run(self, call: Call) -> None:
         """Carry tensors over a call, until one side has ended it."""
+        self._call, self.has_begun = call, True
+        self._mark_use()
         async with lively(call, self._silence):
             await all_of(self._write(call), self._read(call))
 
@@ -175,59 +205,96 @@ class Channel:
         """Tensors may come while this lasts. Others are thrown away.
 
         Returns:
-            Their structure, later. It fails with :class:`~shoal.serving.tensors.TensorsTooLargeError`, or as the call
-            has failed.
+            Their structure, later. It fails with ``TensorsTooLargeError`` or ``ProtocolError`` because of the tensors,
+            or as the call has failed.
         """
         with self._promise() as arrival:
-            self._expected[key] = arrival
+            before = self._expected.get(key)
+            if before is not None and not before.arrival.done():
+                before.arrival.set_exception(StreamClosedError("the same tensors are expected once more"))
+            expected = self._expected[key] = _Expected(arrival)
             try:
                 yield arrival
             finally:
-                if self._expected.get(key) is arrival:
+                if self._expected.get(key) is expected:
                     del self._expected[key]
 
     async def send(self, key: Key, structure: Any, codec_for: CodecFor) -> None:
-        """Send tensors after those that others have sent. Once begun, they are sent as a whole.
+        """Send tensors, in turns with those of others.
 
         Raises:
-            TypeError: they cannot be sent.
-            P2PDaemonError, P2PHandlerError: the call has failed.
+            UnsendableError: they cannot be sent.
+            P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError: the call has failed.
         """
-        tensors_of(structure)  # what cannot be sent must not end the channel of others
-        with self._promise() as sent:
-            self._outgoing.put_nowait(_Outgoing(key, structure, codec_for, sent))
-            del structure
-            await sent
+        try:
+            departing = Departing(structure, codec_for)
+        except Exception as e:
+            raise UnsendableError(e) from e
+        del structure
+        try:
+            with self._promise() as sent:
+                self._outgoing.put_nowait(_Outgoing(key, departing, sent))
+                await sent
+        finally:
+            await departing.stop()
 
     async def _write(self, call: Call) -> None:
-        while (outgoing := await self._outgoing.get()) is not None:
-            key, structure, codec_for, sent = outgoing
-            del outgoing
-            if not sent.done():
-                await send_tensors(call, structure, codec_for, before=Delivery(*key))
-            del structure  # before the next one comes
-            if not sent.done():
+        while True:
+            outgoing = await self._outgoing.get()
+            if outgoing is None:
+                if self._outgoing.empty():
+                    break
+                self.close()  # the rest first
+                continue
+            key, departing, sent = outgoing
+            if sent.done():
+                await departing.stop()
+                continue
+            try:
+                await departing.send(call, Delivery(*key, begins=not departing.has_begun))
+            except StreamClosedError:
+                raise
+            except Exception as e:  # it cannot be encoded: nothing of this message was sent
+                if not sent.done():
+                    sent.set_exception(UnsendableError(e))
+                continue
+            if not departing.has_left:
+                self._outgoing.put_nowait(outgoing)
+            elif not sent.done():
                 sent.set_result(None)
+            del outgoing, departing, sent  # the next one may be long in coming
         await call.send_end()
 
     async def _read(self, call: Call) -> None:
         while (delivery := await call.receive(Delivery)) is not None:
-            listed = await receive_list(call)
-            arrival = self._expected.get(Key(delivery.stage, delivery.driver, delivery.sequence))
-            if arrival is None or arrival.done():
-                await skip_listed(call, listed)
-                continue
-            try:
-                structure, _ = await receive_listed(call, listed, MAX_BYTES)
-            except TensorsTooLargeError as e:
-                if not arrival.done():
-                    arrival.set_exception(e)
-                await skip_listed(call, listed)
-                continue
-            if not arrival.done():
-                arrival.set_result(structure)
-            del structure, arrival
+            expected = self._expected.get(Key(delivery.stage, delivery.driver, delivery.sequence))
+            if expected is None or expected.arrival.done():
+                expected, kind = None, Header
+            else:
+                kind = TensorList if delivery.begins else Pieces
+            message = await call.receive(kind)
+            if message is None:
+                raise ProtocolError("a channel that ended in the middle of tensors")
+            if expected is not None:
+                await self._take(call, expected, message)
+            await call.skip_payload()  # if it was not taken
+            del expected, message
         self.close()
+
+    async def _take(self, call: Call, expected: _Expected, message: Any) -> None:
+        try:
+            if isinstance(message, TensorList):
+                expected.arriving = Arriving(message, MAX_BYTES)
+            if expected.arriving is None:
+                return
+            await expected.arriving.take(call, message)
+            if expected.arriving.is_complete:
+                structure = await expected.arriving.structure()
+                if not expected.arrival.done():
+                    expected.arrival.set_result(structure)
+        except (TensorsTooLargeError, ProtocolError) as e:
+            if not expected.arrival.done():
+                expected.arrival.set_exception(e)
 
 
 class Channels:
@@ -251,48 +318,49 @@ class Channels:
         # Those that others have opened. Bounded by the calls that each peer may have.
         self._served: dict[tuple[PeerID, int], Channel] = {}
         self._has_new = asyncio.Event()
+        self._is_stopped = False
         self._tasks = BackgroundTasks(logger, "the channels of stages")
 
     async def stop(self) -> None:
-        """Cut all of them."""
+        """End all of them: their callers find the next ones elsewhere."""
+        self._is_stopped = True
+        for channel in self._served.values():
+            channel.close()
         await self._tasks.close()
 
     @asynccontextmanager
     async def to(self, peer: PeerID, *, anew: bool) -> AsyncIterator[Channel]:
-        """A channel to a peer. Without users, it is closed a while later."""
+        """A channel to a peer. When nobody has used it for a while, it is closed.
+
+        Raises:
+            StreamClosedError: this peer has ended its channels.
+        """
+        if self._is_stopped:
+            raise StreamClosedError("this peer leaves")
         channel = self._own.get(peer)
         if channel is None or channel.has_ended or channel.opened_at + CHANNEL_SECONDS < self._now():
-            old, channel = channel, Channel(self._rng.getrandbits(53), self._silence)
-            self._own[peer] = channel
+            channel = self._own[peer] = Channel(self._rng.getrandbits(53), self._silence)
             self._tasks.spawn(self._keep(channel, peer, anew))
-            if old is not None and not old.users:
-                old.close()
-        channel.users += 1
+        if channel.closing is not None:
+            channel.closing.cancel()
         try:
-            yield channel
+            with channel.used():
+                yield channel
         finally:
-            channel.users -= 1
             if not channel.users:
-                self._release(peer, channel)
+                delay = self._silence if self._own.get(peer) is channel else 0.0
+                channel.closing = asyncio.get_running_loop().call_later(delay, self._close, peer, channel)
 
-    def _release(self, peer: PeerID, channel: Channel) -> None:
-        if self._own.get(peer) is not channel:
-            channel.close()
-            return
-
-        def close_if_unused() -> None:
-            if not channel.users and self._own.get(peer) is channel:
-                del self._own[peer]
-                channel.close()
-
-        asyncio.get_running_loop().call_later(self._silence, close_if_unused)
+    def _close(self, peer: PeerID, channel: Channel) -> None:
+        if self._own.get(peer) is channel:
+            del self._own[peer]
+        channel.close()
 
     async def _keep(self, channel: Channel, peer: PeerID, anew: bool) -> None:
         error: Exception = StreamClosedError(f"the channel to peer {peer} was closed")
         try:
             async with self._open_call(peer, anew) as call:
                 await call.send(Start(number=channel.number))
-                channel.has_begun = True
                 await channel.run(call)
         except CALL_FAILURES as e:
             error = e
@@ -307,6 +375,7 @@ class Channels:
         channel = self._served[caller, start.number] = Channel(start.number, self._silence)
         self._has_new.set()
         self._has_new = asyncio.Event()
+        self._is_stopped = False
         try:
             await channel.run(call)
         finally:
@@ -314,7 +383,8 @@ class Channels:
                 del self._served[caller, start.number]
             channel.end(StreamClosedError(f"the channel of peer {caller} was closed"))
 
-    async def of(self, caller: PeerID, number: int) -> Channel:
+    @asynccontextmanager
+    async def of(self, caller: PeerID, number: int) -> AsyncIterator[Channel]:
         """The channel that a caller has opened.
 
         Raises:
@@ -324,4 +394,5 @@ class Channels:
         while (channel := self._served.get((caller, number))) is None:
             if not await wait_at_most(self._has_new, until - self._now()):
                 raise BusyError(f"no channel {number} of peer {caller} is open")
-        return channel
+        with channel.used():
+            yield channel

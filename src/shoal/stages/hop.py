@@ -46,7 +46,7 @@ from shoal.metrics import Metrics
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, tensors_of
-from shoal.stages.channel import CALL_FAILURES, PULSES, Channel, Key, SilentPeerError, lively
+from shoal.stages.channel import CALL_FAILURES, PULSES, Channel, Key, SilentPeerError, UnsendableError, lively
 from shoal.stages.choice import MOST_MEASURED, Measurements, choose
 from shoal.stages.directory import LIFETIME, MAX_STAGES, StageRecord
 from shoal.stages.work import Acceptance
@@ -311,7 +311,8 @@ class Passage:
         self._cargo: asyncio.Future[Cargo] = loop.create_future()
         self._result: asyncio.Future[Result] = loop.create_future()
         self._over = asyncio.Event()
-        # Whether there is a call that should be ended in order, and whether the callee has everything.
+        # Whether there is a call that should be ended in order, whether the callee was reached, and whether it has
+        # everything.
         self._is_calling = self._is_reached = self._is_sent = False
         self._sent_at = 0.0
         # Whether it was noted how long the peer took.
@@ -526,7 +527,11 @@ class Passage:
         self._sent_at = self._now()
         exact = {id(each) for each in tensors_of([cargo.labels, cargo.extras])}
         codec = self._hop.codec
-        await channel.send(key, list(cargo), lambda tensor: EXACT if id(tensor) in exact else codec)
+        try:
+            await channel.send(key, list(cargo), lambda tensor: EXACT if id(tensor) in exact else codec)
+        except UnsendableError as e:
+            text = f"what goes to stage {self._hop.stage} cannot be sent: {e}"
+            raise StageFailure(FailureCause.LOST, text[:2000]) from e
         self._is_sent = True
 
     async def _take(self, arrival: asyncio.Future[Any], peer: PeerID, channel: Channel) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from statistics import median_low
 from typing import Any, Protocol, TypeVar
 
@@ -48,7 +48,7 @@ from shoal.net.memory import Piece, PipeEnd
 from shoal.net.transport import Amount, Count, Header
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, patient
 from shoal.serving.tensors import EXACT, tensors_of
-from shoal.stages.channel import CALL_FAILURES, Channel, Channels, Key, lively
+from shoal.stages.channel import CALL_FAILURES, Channel, Channels, Key, UnsendableError, lively
 from shoal.stages.compute import StageTask
 from shoal.stages.directory import (
     LIFETIME,
@@ -281,18 +281,21 @@ class StageHost:
 
     async def carry(self, call: Call, request: Request, caller: PeerID, channel: Channel) -> None:
         """Serve one call for a microbatch, whose tensors take a channel."""
-        with channel.expecting(Key(self.stage, request.driver, request.sequence)) as arrival:
-            code, way = self._admit(request, caller)
-            is_served = False
-            try:
+        code, way = self._admit(request, caller)
+        is_served = False
+        try:
+            with ExitStack() as stack:
+                arrival = None
+                if code is Acceptance.ACCEPTED:
+                    key = Key(self.stage, request.driver, request.sequence)
+                    arrival = stack.enter_context(channel.expecting(key))
                 await call.send(Admission(code=code, epoch=self._next_step), end=way is None)
                 if way is not None:
                     async with lively(call, self._patience.request_timeout):
-                        is_expected = code is Acceptance.ACCEPTED
-                        is_served = await self._answer(call, way, channel, arrival if is_expected else None)
-            finally:
-                if way is not None:
-                    self._leave(way, is_served=is_served)
+                        is_served = await self._answer(call, way, channel, arrival)
+        finally:
+            if way is not None:
+                self._leave(way, is_served=is_served)
 
     def note_brought(self, *peers: PeerID) -> None:
         """These peers take part: they have brought a microbatch."""
@@ -361,11 +364,16 @@ class StageHost:
                 else:
                     await call.send(news)
                     told = news
+            outcome = way.outcome
             if way.result is not None:
                 losses, grads = way.result
                 key = Key(self.stage, way.request.driver, way.request.sequence)
-                await channel.send(key, [losses, grads], lambda each: EXACT if each is losses else self._codec)
-            await call.send(way.outcome, end=True)
+                try:
+                    await channel.send(key, [losses, grads], lambda each: EXACT if each is losses else self._codec)
+                except UnsendableError as e:
+                    text = f"stage {self.stage} cannot send a gradient: {e}"
+                    outcome = StageOutcome(FailureCause.LOST, text[:2000])
+            await call.send(outcome, end=True)
         except StreamClosedError:
             call.connection.abort()  # if only the channel has broken, the caller asks once more
             raise
@@ -664,6 +672,7 @@ class StageService(ServicerBase):
         p2p: this peer.
         run_id: name of the run.
         peers: knows who holds which stage.
+        patience: with the silence of others.
     """
 
     def __init__(self, p2p: P2P, run_id: str, peers: Peers, patience: Patience) -> None:
@@ -695,7 +704,8 @@ class StageService(ServicerBase):
         if request is None:
             raise ProtocolError("a call for a microbatch without a request")
         host = self._host_of(request.stage)
-        await host.carry(call, request, context.remote_id, await self._channels.of(context.remote_id, request.channel))
+        async with self._channels.of(context.remote_id, request.channel) as channel:
+            await host.carry(call, request, context.remote_id, channel)
 
     @patient
     async def rpc_channel(self, call: Call, context: P2PContext) -> None:
