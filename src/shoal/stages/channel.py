@@ -327,6 +327,8 @@ class Channels:
         for channel in self._served.values():
             channel.close()
         await self._tasks.close()
+        for channel in self._own.values():  # also one whose task has not begun
+            channel.end(StreamClosedError("this peer leaves"))
 
     @asynccontextmanager
     async def to(self, peer: PeerID, *, anew: bool) -> AsyncIterator[Channel]:
