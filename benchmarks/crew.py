@@ -220,8 +220,11 @@ def _family(peer: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def _tell(process: subprocess.Popen[str], *words: Any) -> None:
     assert process.stdin
-    process.stdin.write(json.dumps(words) + "\n")
-    process.stdin.flush()
+    try:
+        process.stdin.write(json.dumps(words) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise RuntimeError(f"process {process.pid} has ended with status {process.wait(10)}") from None
 
 
 class JoinedCrew(Crew):
