@@ -18,7 +18,15 @@ from shoal.errors import MicrobatchError, P2PHandlerError, ProtocolError, Stream
 from shoal.p2p import Call, PeerID
 from shoal.serving.tensors import EXACT, PIECE_VALUES, Pieces, TensorList, TensorsTooLargeError
 from shoal.stages import channel as channels
-from shoal.stages.channel import CHANNEL_SECONDS, Channel, Delivery, Key, SilentPeerError, Start, UnsendableError
+from shoal.stages.channel import (
+    CHANNEL_SECONDS,
+    Channel,
+    ChannelItem,
+    ChannelStart,
+    Key,
+    SilentPeerError,
+    UnsendableError,
+)
 from shoal.stages.hop import Request, StageReply
 from shoal.stages.host import StageService
 from shoal.testing import run
@@ -256,14 +264,14 @@ def test_malformed_tensors_concern_their_microbatch_alone(message: TensorList, i
 
         async def lie() -> None:
             async with StageService.get_stub(caller, callee.peer_id, namespace="run").rpc_channel() as call:
-                await call.send(Start(number=5))
+                await call.send(ChannelStart(number=5))
                 async with server._channels.of(caller.peer_id, 5) as far_end:
                     with far_end.expecting(key(1 if is_expected else 3)) as bad, far_end.expecting(key(2)) as good:
-                        await call.send(Delivery(*key(1), begins=True))
+                        await call.send(ChannelItem(*key(1), begins=True))
                         await call.send(message, bytes(4))
-                        await call.send(Delivery(*key(1), begins=False))
+                        await call.send(ChannelItem(*key(1), begins=False))
                         await call.send(Pieces((4,)), bytes(4))
-                        await call.send(Delivery(*key(2), begins=True))
+                        await call.send(ChannelItem(*key(2), begins=True))
                         await call.send(listed("float32", 1), bytes(4))
                         assert (await good).tolist() == [0]
                         if is_expected:
@@ -276,7 +284,7 @@ def test_malformed_tensors_concern_their_microbatch_alone(message: TensorList, i
     run(main())
 
 
-@pytest.mark.parametrize("messages", [[TensorList("x", (), ())], [Delivery(*key(1), begins=True)]])
+@pytest.mark.parametrize("messages", [[TensorList("x", (), ())], [ChannelItem(*key(1), begins=True)]])
 def test_broken_protocol_ends_the_channel(messages: list[Any]) -> None:
     async def main() -> None:
         chain = Chain(1)
@@ -285,7 +293,7 @@ def test_broken_protocol_ends_the_channel(messages: list[Any]) -> None:
 
         async def lie() -> None:
             async with StageService.get_stub(caller, callee.peer_id, namespace="run").rpc_channel() as call:
-                await call.send(Start(number=5))
+                await call.send(ChannelStart(number=5))
                 async with server._channels.of(caller.peer_id, 5) as far_end:
                     with far_end.expecting(key(1)) as arriving:
                         for header in messages:
@@ -293,7 +301,7 @@ def test_broken_protocol_ends_the_channel(messages: list[Any]) -> None:
                         await call.send_end()
                         with pytest.raises(StreamClosedError):
                             await arriving
-                await call.receive(Delivery)
+                await call.receive(ChannelItem)
 
         with pytest.raises(P2PHandlerError):
             await machine.run(lie())

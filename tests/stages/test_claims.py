@@ -15,7 +15,7 @@ import pytest
 
 from shoal.errors import MicrobatchNotFiniteError
 from shoal.p2p import P2P, PeerID
-from shoal.stages.channel import Start
+from shoal.stages.channel import ChannelStart
 from shoal.stages.directory import LIFETIME, StageRecord
 from shoal.stages.hop import CALL_FAILURES, Request, StageReply
 from shoal.stages.host import CloseStep, NormRequest, StageService
@@ -59,7 +59,7 @@ class Liar:
 
         async def ask(peer: PeerID) -> None:
             async with self._stub(peer).rpc_channel() as channel, self._stub(peer).rpc_carry() as call:
-                await channel.send(Start(number=1))
+                await channel.send(ChannelStart(number=1))
                 me = self.p2p.peer_id.to_bytes()
                 await call.send(Request(me, 1, step, 0, 1, True, stage=stage, channel=1))
                 assert await call.receive(StageReply) is not None

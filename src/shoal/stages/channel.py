@@ -4,9 +4,9 @@ A connection that has rested begins slowly (slow start, RFC 5681, section 4.1): 
 would take three to five round trips. One that all microbatches share hardly ever rests. It is opened by the peer that
 sends microbatches, and leads both ways::
 
-    caller ► callee   Start
-    caller ► callee   Delivery and a message of tensors: the inputs of a stage          any number
-    callee ► caller   Delivery and a message of tensors: the losses and the gradients   any number
+    caller ► callee   ChannelStart
+    caller ► callee   ChannelItem and a message of tensors: the inputs of a stage          any number
+    callee ► caller   ChannelItem and a message of tensors: the losses and the gradients   any number
 
 Large tensors take several messages. Those of several microbatches take turns, so none has to wait until a larger one is
 through. What goes wrong with the tensors of one microbatch concerns that one alone.
@@ -58,13 +58,13 @@ class UnsendableError(ShoalError):
         super().__init__(f"{type(cause).__name__}: {words_of(cause)}")
 
 
-class Start(Header):
+class ChannelStart(Header):
     """The first message of a channel."""
 
     number: Count
 
 
-class Delivery(Header):
+class ChannelItem(Header):
     """A message with tensors of a microbatch follows."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)]
@@ -251,7 +251,7 @@ class Channel:
                 await departing.stop()
                 continue
             try:
-                await departing.send(call, Delivery(*key, begins=not departing.has_begun))
+                await departing.send(call, ChannelItem(*key, begins=not departing.has_begun))
             except StreamClosedError:
                 raise
             except Exception as e:  # it cannot be encoded: nothing of this message was sent
@@ -266,7 +266,7 @@ class Channel:
         await call.send_end()
 
     async def _read(self, call: Call) -> None:
-        while (delivery := await call.receive(Delivery)) is not None:
+        while (delivery := await call.receive(ChannelItem)) is not None:
             expected = self._expected.get(Key(delivery.stage, delivery.driver, delivery.sequence))
             if expected is None or expected.arrival.done():
                 expected, kind = None, Header
@@ -362,7 +362,7 @@ class Channels:
         error: Exception = StreamClosedError(f"the channel to peer {peer} was closed")
         try:
             async with self._open_call(peer, anew) as call:
-                await call.send(Start(number=channel.number))
+                await call.send(ChannelStart(number=channel.number))
                 await channel.run(call)
         except CALL_FAILURES as e:
             error = e
@@ -371,7 +371,7 @@ class Channels:
 
     async def serve(self, call: Call, caller: PeerID) -> None:
         """Carry tensors to and from a caller."""
-        start = await call.receive(Start)
+        start = await call.receive(ChannelStart)
         if start is None:
             raise ProtocolError("a channel without a beginning")
         channel = self._served[caller, start.number] = Channel(start.number, self._silence)
