@@ -11,12 +11,16 @@ from shoal.compression import BlockwiseQuantization, Float16Compression, Quantil
 from shoal.errors import P2PHandlerError, ProtocolError
 from shoal.p2p import Call, P2PContext, ServicerBase
 from shoal.serving.tensors import (
+    MAX_DEPTH,
+    MAX_PLACES,
     PIECE_VALUES,
+    Departing,
     TensorList,
     form_of,
     messages_of,
     receive_tensors,
     send_tensors,
+    tensors_of,
     with_form,
 )
 from tests.p2p.peers import KINDS, Peers
@@ -139,3 +143,15 @@ def test_deep_form_is_refused(kind: str) -> None:
 def test_what_cannot_be_sent_is_named(kind: str) -> None:
     with pytest.raises(TypeError, match="got set"):
         form_of([{1}])
+
+
+def test_tensors_of_more_than_can_be_sent_at_once_can_be_counted(kind: str) -> None:
+    structure = [torch.ones(1)] * (MAX_PLACES + 1)
+    assert len(tensors_of(structure)) == MAX_PLACES + 1
+    deep: Any = torch.ones(1)
+    for _ in range(MAX_DEPTH + 1):
+        deep = [deep]
+    assert len(tensors_of(deep)) == 1
+    for each in ([0] * MAX_PLACES, deep):
+        with pytest.raises(ValueError, match="only structures of up to 2048 places, 16 deep, can be sent at once"):
+            Departing(each)

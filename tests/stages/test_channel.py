@@ -188,8 +188,8 @@ def test_what_nobody_wants_any_more_is_not_sent_to_its_end() -> None:
             await near.send(key(3), torch.ones(3), lambda each: EXACT)
             assert (await third).sum() == 3
             assert near._outgoing.empty()
-            assert not (first.done())
-            assert not (second.done())
+            assert not first.done()
+            assert not second.done()
             await near.send(key(1), large[:5], lambda each: EXACT)  # once more
             assert torch.equal(await first, large[:5])
 
@@ -436,3 +436,27 @@ def test_tensors_that_cannot_be_sent_disturb_no_other_driver(what: str) -> None:
         return seconds
 
     assert run(main(with_evil=True)) < 1.5 * run(main(with_evil=False))
+
+
+def test_peer_that_leaves_opens_no_more_channels() -> None:
+    """Even if others still open channels to it."""
+
+    async def main() -> None:
+        chain = Chain(1)
+        (machine, leaving, service), (far, other, server) = await chain.start(), await chain.start()
+        await machine.run(service.start())
+
+        async def use(service: StageService, peer: PeerID) -> None:
+            async with (
+                service.channel_to(peer, anew=False) as channel,
+                service_of[peer]._channels.of(service.p2p.peer_id, channel.number),
+            ):
+                pass
+
+        service_of = {leaving.peer_id: service, other.peer_id: server}
+        await machine.run(service._channels.stop())
+        await far.run(use(server, leaving.peer_id))
+        with pytest.raises(StreamClosedError, match="this peer leaves"):
+            await machine.run(use(service, other.peer_id))
+
+    run(main())

@@ -119,17 +119,21 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
     if running:
         await asyncio.gather(*running, return_exceptions=True)
     for task in tasks:
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved, so that asyncio does not log it
+        mark_retrieved(task)
     return all(task.cancelled() for task in tasks)
+
+
+def mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Let asyncio log no error of a future that is done: nobody waits for it any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
     """Wait until a task or future has ended, and return whether it was cancelled; its error is not raised here."""
     task = asyncio.ensure_future(awaitable)
     await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # marks it as retrieved, so that asyncio does not log it
+    mark_retrieved(task)
     return task.cancelled()
 
 

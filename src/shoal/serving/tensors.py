@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from shoal.base.logs import quoted
-from shoal.base.tasks import cancel_and_wait, run_in_worker
+from shoal.base.tasks import cancel_and_wait, mark_retrieved, run_in_worker
 from shoal.compression.base import (
     Buffer,
     CompressionBase,
@@ -83,38 +83,32 @@ def form_of(structure: Any) -> tuple[Any, list[torch.Tensor]]:
 
     Raises:
         TypeError: it contains something that cannot be sent.
-        ValueError: it is too large or too deep.
     """
     tensors: list[torch.Tensor] = []
-    places = 0
 
-    def walk(value: Any, depth: int) -> Any:
-        nonlocal places
-        places += 1
-        if places > MAX_PLACES or depth > MAX_DEPTH:
-            raise ValueError(f"only structures of up to {MAX_PLACES} places, {MAX_DEPTH} deep, can be sent at once")
+    def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return "x"
         if isinstance(value, Plain):
             return ["v", value]
         if isinstance(value, list | tuple):
-            return ["t" if isinstance(value, tuple) else "l", [walk(each, depth + 1) for each in value]]
+            return ["t" if isinstance(value, tuple) else "l", [walk(each) for each in value]]
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return ["d", [[key, walk(each, depth + 1)] for key, each in value.items()]]
+            return ["d", [[key, walk(each)] for key, each in value.items()]]
         raise TypeError(
             f"only tensors, numbers, strings, and lists, tuples and dictionaries of them can be sent, got "
             f"{type(value).__name__}: {quoted(value)}"
         )
 
-    return walk(structure, 0), tensors
+    return walk(structure), tensors
 
 
 def tensors_of(structure: Any) -> list[torch.Tensor]:
     """The tensors of a structure, in order.
 
     Raises:
-        TypeError, ValueError: as for :func:`form_of`.
+        TypeError: as for :func:`form_of`.
     """
     return form_of(structure)[1]
 
@@ -215,6 +209,11 @@ class Departing:
         form, tensors = form_of(structure)
         if len(tensors) > MAX_TENSORS:
             raise ValueError(f"{len(tensors)} tensors are too many to be sent at once: possible are {MAX_TENSORS}")
+        try:
+            with_form(form, tensors)  # what the receiver would refuse
+        except ProtocolError:
+            text = f"only structures of up to {MAX_PLACES} places, {MAX_DEPTH} deep, can be sent at once"
+            raise ValueError(text) from None
         codecs = [codec_for(each) if codec_for is not None and each.is_floating_point() else EXACT for each in tensors]
         listed = tuple(
             TensorMetadata(int(codec.compression_type), dtype_name(each.dtype), tuple(each.shape), each.requires_grad)
@@ -235,7 +234,7 @@ class Departing:
 
     @property
     def has_left(self) -> bool:
-        """Whether all has been sent."""
+        """Whether the last message has been sent, or is being sent."""
         return self._next == len(self._messages)
 
     async def send(self, call: Call, before: Header | None = None, *, end: bool = False) -> None:
@@ -250,7 +249,7 @@ class Departing:
         buffers = await (self._encoded(number) if encoding is None else encoding)
         if not self.has_left:  # the next pieces are encoded while these are on their way
             self._encoding = asyncio.ensure_future(self._encoded(self._next))
-            self._encoding.add_done_callback(_mark_retrieved)
+            self._encoding.add_done_callback(mark_retrieved)
         sizes = tuple(map(len, buffers))
         if before is not None:
             call.put(before)
@@ -299,12 +298,6 @@ async def send_tensors(
     finally:
         await departing.stop()
     return departing.nbytes
-
-
-def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Asyncio logs no error of a future in which nobody is interested any more."""
-    if not future.cancelled():
-        future.exception()
 
 
 class TensorsTooLargeError(ValueError):
@@ -370,7 +363,7 @@ class Arriving:
             # These pieces are decoded while the next ones arrive.
             await self._until_decoded()
             self._decoding = asyncio.ensure_future(run_in_worker(self._decode, pieces, room))
-            self._decoding.add_done_callback(_mark_retrieved)
+            self._decoding.add_done_callback(mark_retrieved)
 
     async def structure(self) -> Any:
         """The structure, with tensors on the CPU, when all has been received.

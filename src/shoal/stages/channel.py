@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from shoal.base.logs import words_of
-from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait, wait_at_most
+from shoal.base.tasks import BackgroundTasks, all_of, cancel_and_wait, mark_retrieved, wait_at_most
 from shoal.errors import BusyError, P2PDaemonError, P2PHandlerError, ProtocolError, ShoalError, StreamClosedError
 from shoal.net.transport import Count, Header, PeerIDBytes
 from shoal.p2p import Call, PeerID
@@ -197,8 +197,8 @@ class Channel:
             yield promise
         finally:
             del self._promises[promise]
-            if not promise.cancel() and not promise.cancelled():
-                promise.exception()  # marks it as retrieved
+            promise.cancel()
+            mark_retrieved(promise)
 
     @contextmanager
     def expecting(self, key: Key) -> Iterator[asyncio.Future[Any]]:
@@ -266,12 +266,12 @@ class Channel:
         await call.send_end()
 
     async def _read(self, call: Call) -> None:
-        while (delivery := await call.receive(ChannelItem)) is not None:
-            expected = self._expected.get(Key(delivery.stage, delivery.driver, delivery.sequence))
+        while (item := await call.receive(ChannelItem)) is not None:
+            expected = self._expected.get(Key(item.stage, item.driver, item.sequence))
             if expected is None or expected.arrival.done():
                 expected, kind = None, Header
             else:
-                kind = TensorList if delivery.begins else Pieces
+                kind = TensorList if item.begins else Pieces
             message = await call.receive(kind)
             if message is None:
                 raise ProtocolError("a channel that ended in the middle of tensors")
@@ -377,7 +377,6 @@ class Channels:
         channel = self._served[caller, start.number] = Channel(start.number, self._silence)
         self._has_new.set()
         self._has_new = asyncio.Event()
-        self._is_stopped = False
         try:
             await channel.run(call)
         finally:

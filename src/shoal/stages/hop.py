@@ -492,12 +492,12 @@ class Passage:
             hop.calls -= Counter([peer])  # those without calls are forgotten
 
     async def _call(self, peer: PeerID, channel: Channel, key: Key, *, anew: bool) -> None:
-        hop = self._hop
-        about = {"stage": hop.stage, "below": self._below, "channel": channel.number}
+        hop, below = self._hop, self._below
+        request = msgspec.structs.replace(self._request, stage=hop.stage, below=below, channel=channel.number)
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(hop.patience.request_timeout):
                 call = await stack.enter_async_context(hop.network.open_call(peer, anew=anew))
-                await call.send(msgspec.structs.replace(self._request, **about))
+                await call.send(request)
                 admission = await call.receive(StageReply)
                 if not isinstance(admission, Admission):
                     raise ProtocolError(f"peer {peer} of stage {hop.stage} does not say whether it accepts")
@@ -538,7 +538,7 @@ class Passage:
         """Take what comes back, unless nobody waits for it any more."""
         await first_completed(asyncio.shield(arrival), self._over.wait())
         if arrival.done():
-            self._is_reached |= channel.has_begun
+            self._is_reached |= channel.has_begun  # if it breaks, perhaps only the connection is gone
             result = _checked(await arrival)
             self._note_done(peer)
             if not self._result.done():  # otherwise it is cancelled: nobody waits any more

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from statistics import median_low
 from typing import Any, Protocol, TypeVar
 
@@ -284,11 +284,8 @@ class StageHost:
         code, way = self._admit(request, caller)
         is_served = False
         try:
-            with ExitStack() as stack:
-                arrival = None
-                if code is Acceptance.ACCEPTED:
-                    key = Key(self.stage, request.driver, request.sequence)
-                    arrival = stack.enter_context(channel.expecting(key))
+            key = Key(self.stage, request.driver, request.sequence)
+            with channel.expecting(key) if code is Acceptance.ACCEPTED else nullcontext() as arrival:
                 await call.send(Admission(code=code, epoch=self._next_step), end=way is None)
                 if way is not None:
                     async with lively(call, self._patience.request_timeout):
